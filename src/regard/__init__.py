@@ -1,0 +1,48 @@
+"""regard: attention, declared as a transport problem."""
+
+from .operator import Choice, attention, select_backend
+from .plan import Certificate, Plan, block_mass, certify, solve, topk, weights_at
+from .problem import (
+    KL,
+    ALiBi,
+    Bias,
+    Causal,
+    Documents,
+    FDivergence,
+    FermiDirac,
+    Free,
+    Rows,
+    Transport,
+    Tsallis,
+    Window,
+)
+from .statistics import AuxOutput, AuxRequest
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "KL",
+    "ALiBi",
+    "AuxOutput",
+    "AuxRequest",
+    "Bias",
+    "Causal",
+    "Certificate",
+    "Choice",
+    "Documents",
+    "FDivergence",
+    "FermiDirac",
+    "Free",
+    "Plan",
+    "Rows",
+    "Transport",
+    "Tsallis",
+    "Window",
+    "attention",
+    "block_mass",
+    "certify",
+    "select_backend",
+    "solve",
+    "topk",
+    "weights_at",
+]

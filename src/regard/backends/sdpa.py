@@ -1,0 +1,113 @@
+"""Stock PyTorch: `torch.nn.functional.scaled_dot_product_attention`, for the softmax problems it can express."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..form import Form
+
+# Bound at import: a user may put regard.attention in its place later.
+_stock = F.scaled_dot_product_attention
+
+MASK_LIMIT = 2**24  # a Tq x Tk mask larger than this is not worth building unasked
+
+
+def unsupported(form: Form, names: tuple[str, ...]) -> str | None:
+    """Why stock PyTorch cannot serve the problem, or None."""
+    if form.family != "kl":
+        return "computes softmax only"
+    if form.marginal != "rows" or form.mass != 1:
+        return "rows sum to 1 only (no sink, relaxed or free rows, or mass)"
+    if form.hard:
+        return "has no temperature 0"
+    if form.softcap is not None:
+        return "has no softcap"
+    if form.dropout_p > 0:
+        return "has its own dropout mask, not the one shared by the backends"
+    statistics = [name for name in names if name != "out"]
+    if statistics:
+        return f"returns no statistics (asked for {', '.join(statistics)})"
+    if isinstance(form.temperature, Tensor) and form.score_bias is not None:
+        return "cannot divide a float mask by a temperature tensor"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "its fused kernels have no forward-mode derivative"
+    return None
+
+
+def unwise(form: Form) -> str | None:
+    """Why auto would rather not, although it could: reasons of memory."""
+    assert form.query is not None and form.value is not None
+    B, H, Tq, Tk = form.shape
+    if B * H * Tq * Tk > MASK_LIMIT and form.query.device.type == "cpu":
+        biases = [b for b in (form.score_bias, *form.log_priors) if b is not None]
+        if form.value.shape[-1] != form.query.shape[-1] or any(b.requires_grad for b in biases):
+            return "would store the Tq x Tk scores (Dv differs from D, or a mask needs a gradient)"
+    if not _plain_causal(form) and _needs_matrix(form) and Tq * Tk > MASK_LIMIT:
+        return "would need a Tq x Tk mask"
+    return None
+
+
+def forward(form: Form) -> Tensor:
+    """The attended values [B, H, Tq, Dv], differentiable by PyTorch's own autograd."""
+    assert form.query is not None and form.key is not None and form.value is not None
+    B, H, Tq, Tk = form.shape
+    query, key, value = form.query, form.key, form.value
+    scale = form.scale
+    if isinstance(form.temperature, Tensor):
+        query = (query / form.temperature).to(query.dtype)
+    else:
+        scale = scale / form.temperature
+    if 0 in (B, H, Tq, Tk):
+        return (query @ key[:, :, :1].sum(1, keepdim=True).mT).sum(-1, keepdim=True) * value.sum((1, 2), keepdim=True) * 0
+    mask = None
+    causal = _plain_causal(form)
+    if causal:
+        key, value = key[:, :, :Tq], value[:, :, :Tq]  # keys beyond are never read, and may hold NaN
+    else:
+        mask = _mask(form)
+    if mask is not None:
+        admissible = mask if mask.dtype == torch.bool else mask != -math.inf
+        read = admissible.any(2, keepdim=True).mT  # [B|1, H|1, Tk|1, 1]
+        if read.shape[1] > 1:
+            read = read.unflatten(1, (key.shape[1], form.group)).any(2)
+        # PyTorch lets NaN through from keys that nobody reads: 0 * NaN.
+        key, value = torch.where(read, key, 0.0), torch.where(read, value, 0.0)
+        mask = mask.expand(*mask.shape[:2], Tq, Tk)
+    return _stock(query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=form.group > 1)
+
+
+def _plain_causal(form: Form) -> bool:
+    """The one structured prior PyTorch knows."""
+    only_band = form.mask is form.score_bias is form.slopes is form.query_ids is None and not form.log_priors
+    return only_band and form.left is None and form.right == 0 and form.offset == 0
+
+
+def _needs_matrix(form: Form) -> bool:
+    """Whether the prior must be spelled out as a Tq x Tk mask (one that came so costs nothing more)."""
+    structured = form.left is not None or form.right is not None or form.slopes is not None
+    pieces = sum(t is not None for t in (form.mask, form.score_bias, form.query_ids, *form.log_priors))
+    return structured or form.query_ids is not None or pieces > 1
+
+
+def _mask(form: Form) -> Tensor | None:
+    """One bool mask, or one float mask in query's dtype, or None."""
+    assert form.query is not None
+    _, _, Tq, Tk = form.shape
+    device = form.query.device
+    admissible = form.admissible(Tq, Tk, device)
+    bias = form.log_prior(Tq, Tk, form.dtype, device)
+    if form.score_bias is not None:
+        assert not isinstance(form.temperature, Tensor)
+        score = form.score_bias.to(form.dtype) / form.temperature
+        bias = score if bias is None else bias + score
+    if admissible is not None:
+        admissible = admissible.expand(*torch.broadcast_shapes(admissible.shape, (1, 1, 1, 1)))
+    if bias is None:
+        return admissible
+    if admissible is not None:
+        bias = torch.where(admissible, bias, -math.inf)
+    return bias.to(form.query.dtype)

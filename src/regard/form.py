@@ -1,0 +1,524 @@
+"""The normal form: `lower` checks what the user wrote and brings it to one flat list of fields that every backend reads.
+
+Shape letters, here and everywhere: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D, Dv head sizes.
+Every tensor but key and value broadcasts to [B, H, Tq, Tk]: so one rule cuts a block out of a problem (`Form.cut`),
+and a block of a Form is again a Form. Nothing that came in broadcast is ever expanded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .problem import (
+    ALiBi,
+    Bias,
+    Causal,
+    Documents,
+    Free,
+    Prior,
+    Regularizer,
+    Rows,
+    Scalar,
+    Transport,
+    Tsallis,
+    Window,
+    describe,
+    regularizer_of,
+)
+
+
+@dataclass(eq=False)
+class Form:
+    """A one-sided attention problem, lowered. Optional parts are None, lists empty; a Scalar is a number or a tensor
+    [B|1, H|1, Tq|1, 1]. Fields are numbers, strings and tensors only: `ops` derives the operator's schema from them."""
+
+    query: Tensor | None = None  # [B, H, Tq, D]
+    key: Tensor | None = None  # [B, Hkv, Tk, D]
+    value: Tensor | None = None  # [B, Hkv, Tk, Dv]
+
+    # the score: s = softcap * tanh(scale * qk / softcap) + score_bias
+    scale: float = 1.0
+    softcap: float | None = None
+    score_bias: Tensor | None = None  # a float attn_mask
+
+    # the prior: log pi = sum(log_priors) - slopes * |distance|; zero where not admissible
+    mask: Tensor | None = None  # a bool attn_mask, True = admissible
+    log_priors: list[Tensor] = field(default_factory=list)
+    slopes: Tensor | None = None  # [1, H|1, 1, 1]
+    query_ids: Tensor | None = None  # [B|1, 1, Tq, 1]
+    key_ids: Tensor | None = None  # [B|1, 1, 1, Tk]
+    left: int | None = None  # keys from position - left
+    right: int | None = None  # keys up to position + right
+    offset: int = 0  # query i stands at key position i + offset
+
+    # the regulariser, the marginal, the temperature
+    family: str = "kl"
+    alpha: Scalar = 0.0
+    marginal: str = "rows"  # rows, sink, relax or free; `level` is its score b, its rho or its offset
+    mass: float = 1.0
+    level: Scalar = 0.0
+    temperature: Scalar = 1.0
+    hard: bool = False  # some row may have temperature 0
+
+    # dropout: a weight is dropped where a hash of (key, query, dropout_key) says so
+    dropout_p: float = 0.0
+    dropout_key: Tensor | None = None  # [B, H, 1, 1] of 32-bit integers
+
+    # where this block begins in the whole plan
+    first_query: int = 0
+    first_key: int = 0
+
+    @property
+    def regularizer(self) -> Regularizer:
+        return regularizer_of(self.family, self.alpha)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """B, H, Tq, Tk."""
+        assert self.query is not None and self.key is not None
+        return (*self.query.shape[:3], self.key.shape[2])
+
+    @property
+    def group(self) -> int:
+        """Query heads that read one key/value head."""
+        assert self.query is not None and self.key is not None
+        return self.query.shape[1] // max(1, self.key.shape[1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in: float32 for half types."""
+        assert self.query is not None
+        return compute_dtype(self.query.dtype)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors present, by slot; the log-priors are numbered."""
+        found = {}
+        for name in SLOTS:
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                found[name] = value
+        return found | {f"log_priors.{n}": t for n, t in enumerate(self.log_priors)}
+
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Form:
+        """The same problem with other tensors in (some of) its slots."""
+        log_priors = [tensors.get(f"log_priors.{n}", t) for n, t in enumerate(self.log_priors)]
+        return dataclasses.replace(self, log_priors=log_priors, **{n: t for n, t in tensors.items() if "." not in n})
+
+    def cut(self, batch: slice, heads: slice, queries: slice, keys: slice) -> Form:
+        """The block of the plan at these (query) heads, queries and keys."""
+        tensors = {n: self.cut_slot(n, t, batch, heads, queries, keys) for n, t in self.tensors().items()}
+        block = self.with_tensors(tensors)
+        block.first_query += queries.start
+        block.first_key += keys.start
+        return block
+
+    def cut_slot(self, name: str, tensor: Tensor, batch: slice, heads: slice, queries: slice, keys: slice) -> Tensor:
+        """What a block sees of one slot (or of a gradient of its shape)."""
+        if name in ("key", "value"):
+            return tensor[batch, heads.start // self.group : -(-heads.stop // self.group), keys]
+        last = slice(None) if name == "query" else keys
+        cuts = (batch, heads, queries, last)
+        return tensor[tuple(c if size > 1 else slice(None) for c, size in zip(cuts, tensor.shape, strict=True))]
+
+    def key_range(self, queries: slice) -> slice:
+        """The keys that the band lets these queries reach (all, without a band)."""
+        Tk = self.shape[3]
+        first, last = queries.start + self.offset, queries.stop - 1 + self.offset
+        start = 0 if self.left is None else min(Tk, max(0, first - self.left))
+        stop = Tk if self.right is None else min(Tk, max(0, last + self.right + 1))
+        return slice(start, max(start, stop))
+
+    def distance(self, Tq: int, Tk: int, device: torch.device) -> Tensor:
+        """Key position minus query position, [Tq, Tk]."""
+        keys = torch.arange(Tk, device=device) + self.first_key
+        queries = torch.arange(Tq, device=device) + (self.first_query + self.offset)
+        return keys - queries[:, None]
+
+    def admissible(self, Tq: int, Tk: int, device: torch.device) -> Tensor | None:
+        """Where pi > 0, broadcastable to [B, H, Tq, Tk]; None if everywhere."""
+        parts = [] if self.mask is None else [self.mask]
+        if self.left is not None or self.right is not None:
+            distance = self.distance(Tq, Tk, device)
+            if self.right is not None:
+                parts.append(distance <= self.right)
+            if self.left is not None:
+                parts.append(distance >= -self.left)
+        if self.query_ids is not None and self.key_ids is not None:
+            parts.append((self.query_ids == self.key_ids) & (self.query_ids >= 0))
+        parts += [bias != -math.inf for bias in (self.score_bias, *self.log_priors) if bias is not None]
+        result = None
+        for part in parts:
+            result = part if result is None else result & part
+        return result
+
+    def log_prior(self, Tq: int, Tk: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """log pi where it is not 0 or -inf by structure alone; None if there is nothing to add."""
+        terms = [bias.to(dtype) for bias in self.log_priors]
+        if self.slopes is not None:
+            terms.append(-self.slopes * self.distance(Tq, Tk, device).abs())
+        result = None
+        for term in terms:
+            result = term if result is None else result + term
+        return result
+
+    def kept(self, Tq: int, Tk: int, device: torch.device) -> Tensor:
+        """Which weights dropout keeps, [B, H, Tq, Tk]."""
+        assert self.dropout_key is not None
+        queries = torch.arange(Tq, device=device)[:, None] + self.first_query
+        keys = torch.arange(Tk, device=device) + self.first_key
+        return hash_with(hash_with(self.dropout_key, queries), keys) >= int(self.dropout_p * 2**32)
+
+
+SLOTS = tuple(f.name for f in dataclasses.fields(Form) if "Tensor" in str(f.type) or f.type == "Scalar")
+
+
+def output_shapes(form: Form, names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    """The shape of the output and of each statistic."""
+    assert form.value is not None
+    B, H, Tq, Tk = form.shape
+    special = {"out": (B, H, Tq, form.value.shape[3]), "key_mass": (B, H, Tk)}
+    return {name: special.get(name, (B, H, Tq)) for name in names}
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# --- the dropout mask: a pure function of integers, the same on every backend -----------------------------------------
+
+
+def _multiply(a: Tensor, constant: int) -> Tensor:
+    """a * constant mod 2^32 without leaving int64's range."""
+    low, high = constant & 0xFFFF, constant >> 16
+    return (a * low + (((a * high) & 0xFFFF) << 16)) & 0xFFFFFFFF
+
+
+def _mix(a: Tensor) -> Tensor:
+    """MurmurHash3's 32-bit finaliser: every input bit flips each output bit with probability about 1/2."""
+    a = _multiply(a ^ (a >> 16), 0x85EBCA6B)
+    a = _multiply(a ^ (a >> 13), 0xC2B2AE35)
+    return a ^ (a >> 16)
+
+
+def hash_with(state: Tensor, number: Tensor) -> Tensor:
+    """Fold a non-negative integer below 2^32 into a 32-bit hash."""
+    return _mix(state ^ _mix((number + 0x9E3779B9) & 0xFFFFFFFF))
+
+
+def dropout_keys(seed: Tensor, B: int, H: int) -> Tensor:
+    """The hash of (seed, b, h): [B, H, 1, 1]."""
+    state = hash_with(hash_with(torch.zeros_like(seed), seed & 0xFFFFFFFF), (seed >> 32) & 0xFFFFFFFF)
+    batch = torch.arange(B, device=seed.device).view(B, 1, 1, 1)
+    heads = torch.arange(H, device=seed.device).view(1, H, 1, 1)
+    return hash_with(hash_with(state, batch), heads)
+
+
+# --- lowering ---------------------------------------------------------------------------------------------------------
+
+
+def lower(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    problem: Transport | None = None,
+    softcap: float | None = None,
+) -> Form:
+    """Check the arguments of `attention` and bring them to normal form."""
+    _check_tensors(query, key, value)
+    lead = _leading_shape(query, key, value, enable_gqa)
+    query, key, value = _fold(query, lead, lead[-1]), _fold(key, lead), _fold(value, lead)
+    B, H, Tq, D = query.shape
+    Tk = key.shape[2]
+    form = lower_problem(problem, lead, Tq, Tk, compute_dtype(query.dtype), query.device, is_causal)
+    form.query, form.key, form.value = query, key, value
+    form.scale = _number("scale", scale, "a finite number", math.isfinite) if scale is not None else _default_scale(D)
+    if softcap is not None:
+        form.softcap = _number("softcap", softcap, "a positive, finite number", lambda x: 0 < x < math.inf)
+    if attn_mask is not None:
+        if not isinstance(attn_mask, Tensor):
+            raise TypeError(f"attn_mask: expected a tensor, got {describe(attn_mask)}")
+        if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+            raise TypeError(f"attn_mask: expected a bool or floating-point tensor, got {describe(attn_mask)}")
+        mask = _broadcastable("attn_mask", attn_mask, lead, Tq, Tk, query.device)
+        if mask.dtype == torch.bool:
+            form.mask = mask
+        else:
+            form.score_bias = mask
+    form.dropout_p = _number("dropout_p", dropout_p, "a probability in [0, 1]", lambda p: 0 <= p <= 1)
+    if form.dropout_p > 0:
+        seed = torch.randint(2**62, (1, 1, 1, 1), device=query.device)
+        form.dropout_key = dropout_keys(seed, B, H)
+    return form
+
+
+def lower_problem(
+    problem: Transport | None,
+    lead: tuple[int, ...],
+    Tq: int,
+    Tk: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_causal: bool = False,
+) -> Form:
+    """The problem's own part of the form, for a plan of shape [*lead, Tq, Tk] (lead ends with the heads)."""
+    if problem is None:
+        problem = Transport()
+    if not isinstance(problem, Transport):
+        raise TypeError(f"problem: expected a Transport, got {describe(problem)}")
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal: expected a bool, got {describe(is_causal)}")
+    form = Form()
+    B, H = math.prod(lead[:-1]), lead[-1]
+
+    def row(name: str, value: Scalar, per_head: bool = True) -> Scalar:
+        return _row_parameter(name, value, B, H, Tq, dtype, device, per_head)
+
+    regularizer, marginal = problem.regularizer, problem.marginal
+    assert regularizer is not None
+    form.family = regularizer.family
+    if isinstance(regularizer, Tsallis):
+        form.alpha = row("Tsallis(alpha)", regularizer.alpha)
+        _check_values("Tsallis(alpha)", form.alpha, "alpha > 1", lambda a: a > 1)
+    if isinstance(marginal, Rows):
+        form.mass = float(marginal.mass)
+        if marginal.sink is not None:
+            form.marginal, form.level = "sink", row("Rows(sink)", marginal.sink)
+        elif marginal.relax is not None:
+            form.marginal, form.level = "relax", row("Rows(relax)", marginal.relax)
+            _check_values("Rows(relax)", form.level, "relax > 0", lambda rho: rho > 0)
+    elif isinstance(marginal, Free):
+        form.marginal, form.level = "free", row("Free(offset)", marginal.offset)
+    else:
+        raise NotImplementedError(f"problem: no solver for the marginal {marginal!r}")
+
+    form.temperature = row("temperature", problem.temperature, per_head=False)
+    _check_values("temperature", form.temperature, "temperature >= 0", lambda tau: tau >= 0)
+    form.hard = _may_be_zero(form.temperature)
+    if known_hard(form) and (form.marginal == "free" or (regularizer.ceiling < math.inf and form.mass != 1)):
+        raise ValueError(f"temperature: 0 (hard routing) has no meaning for {problem!r}; expected temperature > 0")
+    _lower_prior(form, problem.prior, lead, Tq, Tk, dtype, device, is_causal)
+    return form
+
+
+def _lower_prior(
+    form: Form,
+    prior: Prior | None,
+    lead: tuple[int, ...],
+    Tq: int,
+    Tk: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_causal: bool,
+) -> None:
+    B, H = math.prod(lead[:-1]), lead[-1]
+    factors = () if prior is None else prior.factors()
+    if is_causal:
+        factors += (Causal("top_left"),)
+    alignments = {f.alignment for f in factors if isinstance(f, Causal | Window | ALiBi)}
+    if "top_left" in alignments and "bottom_right" in alignments:
+        raise ValueError(
+            'alignment: expected one for the whole prior, got "top_left" and "bottom_right" (is_causal is "top_left")'
+        )
+    if "bottom_right" in alignments:
+        form.offset = Tk - Tq
+    elif alignments == {None} and Tq != Tk:
+        raise ValueError(
+            f'alignment: expected "top_left" or "bottom_right" in the prior where Tq != Tk, got none with Tq={Tq}, '
+            f"Tk={Tk}"
+        )
+
+    for factor in factors:
+        if isinstance(factor, Causal):
+            form.right = 0 if form.right is None else min(form.right, 0)
+        elif isinstance(factor, Window):
+            if factor.left is not None:
+                form.left = factor.left if form.left is None else min(form.left, factor.left)
+            if factor.right is not None:
+                form.right = factor.right if form.right is None else min(form.right, factor.right)
+        elif isinstance(factor, ALiBi):
+            slopes = factor.slopes
+            if not isinstance(slopes, Tensor):
+                slopes = torch.full((1,), float(slopes), dtype=dtype, device=device)
+            if slopes.numel() not in (1, H):
+                raise ValueError(f"ALiBi(slopes): expected a number or shape [H={H}], got {list(slopes.shape)}")
+            slopes = _row_parameter("ALiBi(slopes)", slopes.reshape(-1), B, H, Tq, dtype, device, True)
+            assert isinstance(slopes, Tensor)
+            form.slopes = slopes if form.slopes is None else form.slopes + slopes
+        elif isinstance(factor, Bias):
+            form.log_priors.append(_broadcastable("Bias(log_prior)", factor.log_prior, lead, Tq, Tk, device))
+        elif isinstance(factor, Documents):
+            _lower_documents(form, factor, B, Tq, Tk, device)
+        else:
+            raise NotImplementedError(f"prior: no solver for {factor!r}")
+
+
+def _lower_documents(form: Form, documents: Documents, B: int, Tq: int, Tk: int, device: torch.device) -> None:
+    if documents.key_ids is None and Tq != Tk:
+        raise ValueError(f"Documents(key_ids): expected key ids where Tq != Tk, got None with Tq={Tq}, Tk={Tk}")
+    sides = []
+    for name, ids, T in (("query_ids", documents.query_ids, Tq), ("key_ids", documents.key_ids, Tk)):
+        if ids is None:
+            ids = documents.query_ids
+        if ids.shape[-1] != T or (ids.dim() == 2 and ids.shape[0] not in (1, B)):
+            raise ValueError(f"Documents({name}): expected shape [{T}] or [{B}, {T}], got {list(ids.shape)}")
+        _check_device(f"Documents({name})", ids, device)
+        sides.append(ids.view(-1, T).long())
+    queries, keys = sides[0][:, None, :, None], sides[1][:, None, None, :]
+    if form.query_ids is not None and form.key_ids is not None and Tq > 0 and Tk > 0:
+        # Two packings at once: a pair of ids is one id.
+        base = torch.maximum(form.query_ids.max(), form.key_ids.max()) + 1
+        queries = torch.where((queries < 0) | (form.query_ids < 0), -1, queries * base + form.query_ids)
+        keys = torch.where((keys < 0) | (form.key_ids < 0), -1, keys * base + form.key_ids)
+    form.query_ids, form.key_ids = queries, keys
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def concrete(tensor: object) -> bool:
+    """Whether a tensor's values may be looked at: not while compiling, under a transform, or on fake tensors."""
+    return (
+        not torch.compiler.is_compiling()
+        and (type(tensor) is Tensor or isinstance(tensor, torch.nn.Parameter))
+        and not tensor.is_meta
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def _check_values(name: str, value: Scalar, expected: str, valid: Callable[[Tensor], Tensor]) -> None:
+    if isinstance(value, Tensor) and concrete(value):
+        good = valid(value)  # NaN fails every comparison
+        if not bool(good.all()):
+            raise ValueError(f"{name}: expected {expected}, got {value.detach()[~good][0].item()}")
+
+
+def _may_be_zero(temperature: Scalar) -> bool:
+    if not isinstance(temperature, Tensor):
+        return temperature == 0
+    return not concrete(temperature) or bool((temperature == 0).any())
+
+
+def known_hard(form: Form) -> bool:
+    """Some row is known to have temperature 0 (a traced temperature is not known)."""
+    return form.hard and (not isinstance(form.temperature, Tensor) or concrete(form.temperature))
+
+
+def _number(name: str, value: object, expected: str, valid: Callable[[float], bool]) -> float:
+    if isinstance(value, torch.SymFloat | torch.SymInt):
+        return value  # type: ignore[return-value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: expected a number, got {describe(value)}")
+    if not valid(value):
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")
+    return float(value)
+
+
+def _default_scale(D: int) -> float:
+    return 1 / math.sqrt(D) if D else 1.0
+
+
+def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device}, as query, got one on {tensor.device}")
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {describe(tensor)}")
+        if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {describe(tensor)}")
+        if tensor.dtype != query.dtype:
+            raise TypeError(f"{name}: expected {query.dtype}, as query, got {tensor.dtype}")
+        if tensor.dim() < 2:
+            raise ValueError(f"{name}: expected shape [..., T, D], got {list(tensor.shape)}")
+        _check_device(name, tensor, query.device)
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(f"key: expected head size D={query.shape[-1]}, as query, got {list(key.shape)}")
+    if value.shape[-2] != key.shape[-2]:
+        raise ValueError(f"value: expected Tk={key.shape[-2]} rows, as key, got {list(value.shape)}")
+
+
+def _leading_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
+    """(*batch, H) of the plan; key and value may have fewer heads, or batch dimensions that broadcast."""
+    if not isinstance(enable_gqa, bool):
+        raise TypeError(f"enable_gqa: expected a bool, got {describe(enable_gqa)}")
+    heads = [t.shape[-3] if t.dim() > 2 else 1 for t in (query, key, value)]
+    if heads[1] != heads[2]:
+        raise ValueError(f"value: expected {heads[1]} heads, as key, got {list(value.shape)}")
+    if heads[0] != heads[1] and 1 not in heads[:2]:
+        if not enable_gqa:
+            raise ValueError(
+                f"key: expected {heads[0]} heads, as query, got {list(key.shape)} (enable_gqa=True lets query heads share)"
+            )
+        if heads[1] == 0 or heads[0] % heads[1]:
+            raise ValueError(f"key: expected a number of heads that divides query's {heads[0]}, got {list(key.shape)}")
+    batch: tuple[int, ...] = tuple(query.shape[:-3])
+    for name, tensor in (("key", key), ("value", value)):
+        try:
+            batch = tuple(torch.broadcast_shapes(batch, tensor.shape[:-3]))
+        except RuntimeError:
+            raise ValueError(
+                f"{name}: expected batch dimensions that broadcast with query's {list(query.shape[:-3])}, "
+                f"got {list(tensor.shape)}"
+            ) from None
+    return (*batch, max(heads[0], heads[1]) if heads[0] == 1 else heads[0])
+
+
+def _fold(tensor: Tensor, lead: tuple[int, ...], heads: int | None = None) -> Tensor:
+    """[..., h, T, D] -> [B, h, T, D]; `heads` repeats a lone head (as a view)."""
+    if tensor.dim() == 2:
+        tensor = tensor.unsqueeze(0)
+    tensor = tensor.expand(*lead[:-1], heads or tensor.shape[-3], *tensor.shape[-2:])
+    if tensor.dim() == 3:
+        return tensor.unsqueeze(0)
+    return tensor if tensor.dim() == 4 else tensor.flatten(0, -4)
+
+
+def _broadcastable(name: str, tensor: Tensor, lead: tuple[int, ...], Tq: int, Tk: int, device: torch.device) -> Tensor:
+    """Any tensor that broadcasts to [*lead, Tq, Tk], as four dimensions, not expanded."""
+    _check_device(name, tensor, device)
+    full = (*lead, Tq, Tk)
+    shape = (1,) * (len(full) - tensor.dim()) + tuple(tensor.shape)
+    if len(shape) > len(full) or any(s != 1 and s != f for s, f in zip(shape, full, strict=True)):
+        raise ValueError(f"{name}: expected a shape that broadcasts to {list(full)}, got {list(tensor.shape)}")
+    tensor = tensor.view(shape)
+    while tensor.dim() < 4:
+        tensor = tensor.unsqueeze(0)
+    if tensor.dim() > 4:
+        batch = lead[:-1]
+        if any(s != 1 for s in shape[: len(batch)]):
+            tensor = tensor.expand(*batch, *shape[len(batch) :])
+        tensor = tensor.flatten(0, -4)
+    return tensor
+
+
+def _row_parameter(
+    name: str, value: Scalar, B: int, H: int, Tq: int, dtype: torch.dtype, device: torch.device, per_head: bool
+) -> Scalar:
+    """A number as it is; a tensor as [B|1, H|1, Tq|1, 1] in the compute dtype (shape [H] is read per head, if allowed)."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    _check_device(name, value, device)
+    if per_head and value.dim() == 1 and value.shape[0] in (1, H):
+        value = value.view(-1, 1, 1)
+    full = (B, H, Tq, 1)
+    shape = (1,) * (4 - value.dim()) + tuple(value.shape)
+    if len(shape) > 4 or any(s != 1 and s != f for s, f in zip(shape, full, strict=True)):
+        heads = f"[H={H}] or " if per_head else ""
+        raise ValueError(
+            f"{name}: expected a number or a shape {heads}that broadcasts to [B, H, Tq, 1] = {list(full)} "
+            f"(per head: [H, 1, 1]), got {list(value.shape)}"
+        )
+    return value.reshape(shape).to(dtype)

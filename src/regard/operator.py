@@ -1,0 +1,129 @@
+"""`attention`: check and lower the arguments, choose a backend, run it, hand the statistics back in the caller's shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .backends import sdpa
+from .backends import torch as definition
+from .form import Form, lower
+from .problem import Transport, describe
+from .statistics import AuxOutput, requested, undefined
+
+BACKENDS = {"sdpa": sdpa, "torch": definition}
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    problem: Transport | None = None,
+    softcap: float | None = None,
+    return_aux: object = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, AuxOutput]:
+    """Attention as the exact solution of a transport problem; a drop-in for `F.scaled_dot_product_attention`.
+
+    The first eight arguments have PyTorch's names, order and meaning. `problem` is a `Transport` (None: softmax); masks
+    and `is_causal` (aligned top-left) multiply into its prior. `softcap=c` makes the score c * tanh(scale * qk / c).
+    With `return_aux=AuxRequest(...)` the result is (output, AuxOutput). `backend` is "auto" or one of `BACKENDS`; a
+    named one that cannot serve the problem raises and never falls back. A row without admissible keys gives 0.
+
+    query [..., H, Tq, D], key [..., Hkv, Tk, D], value [..., Hkv, Tk, Dv] -> [..., H, Tq, Dv] in query's dtype.
+    """
+    query, key, value = _autocast(query, key, value)
+    form = lower(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap)
+    statistics = requested(return_aux)
+    names = ("out", *statistics)
+    for name in statistics:
+        reason = undefined(name, form)
+        if reason is not None:
+            raise ValueError(f"return_aux: {reason}")
+    choice = _choose(form, names, backend)
+    results = {"out": sdpa.forward(form)} if choice.backend == "sdpa" else ops.run(choice.backend, form, names)
+    out = _unfold(results["out"].to(query.dtype), query, key, value)
+    if return_aux is None:
+        return out
+    return out, AuxOutput(**{name: _unfold(results[name], query, key, value, 1) for name in statistics})
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that `attention` would use, and why each one before it was passed over."""
+
+    backend: str
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def select_backend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    problem: Transport | None = None,
+    softcap: float | None = None,
+    return_aux: object = None,
+    backend: str = "auto",
+) -> Choice:
+    """Which backend `attention` would take for these arguments, with the reasons against the others."""
+    query, key, value = _autocast(query, key, value)
+    with torch.random.fork_rng(devices=[]):  # lowering draws dropout's seed; asking must not
+        form = lower(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap)
+    return _choose(form, ("out", *requested(return_aux)), backend)
+
+
+def _choose(form: Form, names: tuple[str, ...], backend: str) -> Choice:
+    if backend != "auto":
+        if backend not in BACKENDS:
+            known = ", ".join(f'"{name}"' for name in ("auto", *BACKENDS))
+            raise ValueError(f"backend: expected one of {known}, got {describe(backend)}")
+        reason = BACKENDS[backend].unsupported(form, names)
+        if reason is not None:
+            raise NotImplementedError(f'backend "{backend}" cannot serve this problem: {reason}')
+        return Choice(backend)
+    reasons = {}
+    reason = sdpa.unsupported(form, names) or sdpa.unwise(form)
+    if reason is None:
+        return Choice("sdpa", reasons)
+    reasons["sdpa"] = reason
+    return Choice("torch", reasons)
+
+
+def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast, what PyTorch does to its own attention: cast to the autocast dtype (float64 stays)."""
+    if not isinstance(query, Tensor) or not torch.is_autocast_enabled(query.device.type):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(query.device.type)
+    query, key, value = (
+        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in (query, key, value)
+    )
+    return query, key, value
+
+
+def _unfold(result: Tensor, query: Tensor, key: Tensor, value: Tensor, fewer: int = 0) -> Tensor:
+    """[B, H, ...] -> the caller's leading dimensions; `fewer` is 1 for a statistic, which has one dimension less."""
+    rank = max(query.dim(), key.dim(), value.dim())
+    if rank == 4:
+        return result
+    if rank == 3:
+        return result.squeeze(0)
+    if rank == 2:
+        return result.squeeze(0).squeeze(0)
+    batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    return result.unflatten(0, batch)

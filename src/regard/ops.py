@@ -1,0 +1,321 @@
+"""One operator for every backend that has no autograd of its own: schema, fake, gradient, transforms.
+
+Two ways in. While compiling, `torch.ops.regard.attend` (its schema derived from `Form`): opaque to the compiler. In eager
+mode, the autograd Function `Attend`, which also serves torch.func.grad, vmap and double backward. Forward mode runs the
+`torch` backend's own differentiable blocks, which need no help (and no memory: nothing is kept for a backward pass).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backends import torch as definition
+from .form import Form, output_shapes
+from .statistics import DIFFERENTIABLE
+
+BACKENDS: dict[str, Any] = {"torch": definition}  # those that follow the protocol forward(form, names), backward(...)
+
+
+def run(backend: str, form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """Output and statistics by a backend, differentiable where promised."""
+    forward_mode = torch.autograd.forward_ad._current_level >= 0
+    if torch.compiler.is_compiling():
+        if forward_mode:
+            raise NotImplementedError("forward mode under torch.compile is not served: call the transform in eager mode")
+        return _run_compiled(backend, form, names)
+    if forward_mode:
+        if backend != "torch":
+            raise NotImplementedError(f'backend "{backend}" has no forward mode: use backend="torch"')
+        results = definition.forward(form, names, order=2)
+        return {n: t if n in DIFFERENTIABLE else _without_derivative(t) for n, t in results.items()}
+    tensors = form.tensors()
+    recording = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
+    if not recording and not torch._C._are_functorch_transforms_active():
+        return BACKENDS[backend].forward(form, names)
+    computed = names if "dual" in names else (*names, "dual")
+    outputs = Attend.apply(form, tuple(tensors), computed, backend, *tensors.values())
+    return dict(zip(names, outputs, strict=False))
+
+
+def _without_derivative(tensor: Tensor) -> Tensor:
+    return tensor.detach()
+
+
+# --- eager: an autograd Function --------------------------------------------------------------------------------------
+
+
+class Attend(torch.autograd.Function):
+    """apply(form, slots, names, backend, *tensors) -> one output per name; the tensors fill the form's slots."""
+
+    @staticmethod
+    def forward(form: Form, slots: tuple, names: tuple, backend: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results = BACKENDS[backend].forward(form.with_tensors(dict(zip(slots, tensors, strict=True))), names)
+        return tuple(results[name] for name in names)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.form, ctx.slots, ctx.names, ctx.backend, *tensors = inputs
+        ctx.form = _skeleton(ctx.form)
+        ctx.save_for_backward(*tensors, *output)
+        ctx.mark_non_differentiable(*(o for n, o in zip(ctx.names, output, strict=True) if n not in DIFFERENTIABLE))
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        n = len(ctx.slots)
+        tensors, outputs = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
+        needed = tuple(s for s, need in zip(ctx.slots, ctx.needs_input_grad[4:], strict=True) if need)
+        incoming = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None and name in DIFFERENTIABLE}
+        if not incoming or not needed:
+            return (None,) * (4 + n)
+        plan = _BackwardPlan(ctx.form, ctx.slots, ctx.names, tuple(incoming), needed, ctx.backend)
+        found = AttendBackward.apply(plan, *tensors, *outputs, *incoming.values())
+        by_slot = dict(zip(needed, found, strict=True))
+        return (None,) * 4 + tuple(by_slot.get(slot) for slot in ctx.slots)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, form: Form, slots: tuple, names: tuple, backend: str, *tensors: Tensor) -> tuple:
+        V = info.batch_size
+        B = _logical_batch(slots, in_dims[4:], tensors)
+        folded = [_fold(t, d, V, B, s in _CARRIED) for s, t, d in zip(slots, tensors, in_dims[4:], strict=True)]
+        outputs = Attend.apply(_skeleton(form), slots, names, backend, *folded)
+        return tuple(o.unflatten(0, (V, B)) for o in outputs), (0,) * len(outputs)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _BackwardPlan:
+    form: Form
+    slots: tuple[str, ...]  # of the tensors
+    names: tuple[str, ...]  # of the outputs
+    incoming: tuple[str, ...]  # of the gradients given
+    needed: tuple[str, ...]  # slots whose gradient is wanted
+    backend: str
+
+    def split(self, tensors: tuple[Tensor, ...]) -> tuple[dict, dict, dict]:
+        """Slots, outputs and incoming gradients by name."""
+        a = len(self.slots)
+        b = a + len(self.names)
+        return (
+            dict(zip(self.slots, tensors[:a], strict=True)),
+            dict(zip(self.names, tensors[a:b], strict=True)),
+            dict(zip(self.incoming, tensors[b:], strict=True)),
+        )
+
+
+class AttendBackward(torch.autograd.Function):
+    """apply(plan, *slots, *outputs, *gradients) -> gradients of the needed slots; differentiable again."""
+
+    @staticmethod
+    def forward(plan: _BackwardPlan, *tensors: Tensor) -> tuple[Tensor, ...]:
+        slots, outputs, grads = plan.split(tensors)
+        found = BACKENDS[plan.backend].backward(plan.form.with_tensors(slots), plan.needed, outputs, grads)
+        return tuple(found[slot] for slot in plan.needed)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.plan, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        """The second derivative, through the definition (which keeps the whole plan: memory is promised for one order)."""
+        plan: _BackwardPlan = ctx.plan
+        slots, outputs, incoming = plan.split(ctx.saved_tensors)
+        form = plan.form.with_tensors(slots)
+
+        def outcome(*needed: Tensor) -> tuple[Tensor, ...]:
+            results = definition.forward(form.with_tensors(dict(zip(plan.needed, needed, strict=True))), plan.incoming, 2)
+            return tuple(results[name] for name in plan.incoming)
+
+        def first_order(needed: tuple, incoming: tuple) -> tuple[Tensor, ...]:
+            results, pull = torch.func.vjp(outcome, *needed)
+            return pull(tuple(g.to(r.dtype) for g, r in zip(incoming, results, strict=True)))
+
+        needed = tuple(slots[slot] for slot in plan.needed)
+        _, pull = torch.func.vjp(first_order, needed, tuple(incoming.values()))
+        by_slot, by_grad = pull(grads)
+        found = dict(zip(plan.needed, by_slot, strict=True))
+        return (None, *(found.get(s) for s in plan.slots), *(None,) * len(outputs), *by_grad)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, plan: _BackwardPlan, *tensors: Tensor) -> tuple:
+        V = info.batch_size
+        dims, n = in_dims[1:], len(plan.slots)
+        B = _logical_batch(plan.slots, dims[:n], tensors[:n])
+        # A needed slot gets a gradient per sample, even where the samples share its value.
+        folded = [
+            _fold(t, d, V, B, i >= n or plan.slots[i] in (*_CARRIED, *plan.needed))
+            for i, (t, d) in enumerate(zip(tensors, dims, strict=True))
+        ]
+        found = AttendBackward.apply(dataclasses.replace(plan, form=_skeleton(plan.form)), *folded)
+        unfolded = []
+        for slot, grad in zip(plan.needed, found, strict=True):
+            i = plan.slots.index(slot)
+            own = tensors[i].shape[0] if dims[i] is None else tensors[i].movedim(dims[i], 0).shape[1]
+            grad = grad.unflatten(0, (V, B))
+            unfolded.append(grad.sum(1, keepdim=True) if own == 1 and B > 1 else grad)
+        return tuple(unfolded), (0,) * len(unfolded)
+
+
+def _skeleton(form: Form) -> Form:
+    """The form without its tensors (log-priors keep their number), so that a context does not hold them twice."""
+    empty = {slot: None for slot in form.tensors() if "." not in slot}
+    return dataclasses.replace(form, log_priors=[None] * len(form.log_priors), **empty)  # type: ignore[arg-type]
+
+
+def _logical_batch(slots: tuple, dims: tuple, tensors: tuple) -> int:
+    """B as one sample sees it."""
+    i = slots.index("query")
+    shape = list(tensors[i].shape)
+    if dims[i] is not None:
+        shape.pop(dims[i])
+    return shape[0]
+
+
+_CARRIED = ("query", "key", "value")  # never broadcast over the batch
+
+
+def _fold(tensor: Tensor, dim: int | None, V: int, B: int, expand: bool) -> Tensor:
+    """Fold vmap's dimension into the batch: [V, B, ...] -> [V * B, ...]; what samples share may stay broadcast."""
+    if dim is None:
+        if tensor.shape[0] == 1 and not expand:
+            return tensor
+        tensor = tensor.unsqueeze(0).expand(V, *tensor.shape)
+    else:
+        tensor = tensor.movedim(dim, 0)
+    return tensor.expand(V, B, *tensor.shape[2:]).reshape(V * B, *tensor.shape[2:])
+
+
+# --- compiled: an operator --------------------------------------------------------------------------------------------
+
+_TYPES = {
+    "Tensor | None": "Tensor? {0}",
+    "list[Tensor]": "Tensor[] {0}",
+    "Scalar": "float {0}, Tensor? {0}_tensor",
+    "float": "float {0}",
+    "float | None": "float? {0}",
+    "int": "SymInt {0}",
+    "int | None": "SymInt? {0}",
+    "str": "str {0}",
+    "bool": "bool {0}",
+}
+_SCHEMA = ", ".join(_TYPES[str(f.type)].format(f.name) for f in dataclasses.fields(Form))
+
+
+def _to_arguments(form: Form) -> list[Any]:
+    arguments: list[Any] = []
+    for f in dataclasses.fields(Form):
+        value = getattr(form, f.name)
+        if f.type == "Scalar":
+            arguments += [0.0, value] if isinstance(value, Tensor) else [value, None]
+        else:
+            arguments.append(value)
+    return arguments
+
+
+def _from_arguments(arguments: tuple) -> Form:
+    values, rest = {}, iter(arguments)
+    for f in dataclasses.fields(Form):
+        value = next(rest)
+        if f.type == "Scalar":
+            tensor = next(rest)
+            value = value if tensor is None else tensor
+        values[f.name] = list(value) if f.type == "list[Tensor]" else value
+    return Form(**values)
+
+
+@torch.library.custom_op("regard::attend", mutates_args=(), schema=f"(str backend, str names, {_SCHEMA}) -> Tensor[]")
+def attend_op(backend: str, names: str, *arguments: Any) -> list[Tensor]:
+    wanted = tuple(names.split(","))
+    results = BACKENDS[backend].forward(_from_arguments(arguments), wanted)
+    return [results[name] for name in wanted]
+
+
+@attend_op.register_fake
+def _(backend: str, names: str, *arguments: Any) -> list[Tensor]:
+    form = _from_arguments(arguments)
+    assert form.query is not None
+    shapes = output_shapes(form, tuple(names.split(",")))
+    return [form.query.new_empty(shape, dtype=form.dtype) for shape in shapes.values()]
+
+
+@torch.library.custom_op(
+    "regard::attend_backward",
+    mutates_args=(),
+    schema=f"(str backend, str names, str incoming, str needed, Tensor[] outputs, Tensor[] grads, {_SCHEMA}) -> Tensor[]",
+)
+def attend_backward_op(
+    backend: str, names: str, incoming: str, needed: str, outputs: list[Tensor], grads: list[Tensor], *arguments: Any
+) -> list[Tensor]:
+    wanted = tuple(needed.split(","))
+    by_name = dict(zip(names.split(","), outputs, strict=True))
+    by_grad = dict(zip(incoming.split(","), grads, strict=True))
+    found = BACKENDS[backend].backward(_from_arguments(arguments), wanted, by_name, by_grad)
+    return [found[slot] for slot in wanted]
+
+
+@attend_backward_op.register_fake
+def _(
+    backend: str, names: str, incoming: str, needed: str, outputs: list[Tensor], grads: list[Tensor], *arguments: Any
+) -> list[Tensor]:
+    tensors = _from_arguments(arguments).tensors()
+    return [torch.empty_like(tensors[slot], memory_format=torch.contiguous_format) for slot in needed.split(",")]
+
+
+def _setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+    ctx.backend, ctx.names, *arguments = inputs
+    form = _from_arguments(tuple(arguments))
+    tensors = form.tensors()
+    ctx.slots = tuple(tensors)
+    ctx.needed = tuple(slot for slot, tensor in tensors.items() if tensor.requires_grad)
+    ctx.form = _skeleton(form)
+    ctx.save_for_backward(*tensors.values(), *output)
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx: Any, grads: list[Tensor | None]) -> tuple:
+    n = len(ctx.slots)
+    form = ctx.form.with_tensors(dict(zip(ctx.slots, ctx.saved_tensors[:n], strict=True)))
+    incoming = {
+        name: g
+        for name, g in zip(ctx.names.split(","), grads, strict=True)
+        if g is not None and name in DIFFERENTIABLE
+    }
+    found = {}
+    if incoming and ctx.needed:
+        found = dict(
+            zip(
+                ctx.needed,
+                torch.ops.regard.attend_backward(
+                    ctx.backend,
+                    ctx.names,
+                    ",".join(incoming),
+                    ",".join(ctx.needed),
+                    list(ctx.saved_tensors[n:]),
+                    list(incoming.values()),
+                    *_to_arguments(form),
+                ),
+                strict=True,
+            )
+        )
+    by_argument: list[Any] = [None, None]
+    for f in dataclasses.fields(Form):
+        if f.type == "list[Tensor]":
+            by_argument.append([found.get(f"{f.name}.{i}") for i in range(len(getattr(form, f.name)))])
+        else:
+            by_argument += [None, found.get(f.name)] if f.type == "Scalar" else [found.get(f.name)]
+    return tuple(by_argument)
+
+
+attend_op.register_autograd(_gradient, setup_context=_setup)
+
+
+def _run_compiled(backend: str, form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
+    computed = names if "dual" in names else (*names, "dual")
+    outputs = torch.ops.regard.attend(backend, ",".join(computed), *_to_arguments(form))
+    results = dict(zip(computed, outputs, strict=True))
+    return {n: results[n] if n in DIFFERENTIABLE else results[n].detach() for n in names}

@@ -1,0 +1,300 @@
+"""The plan itself: small problems solved in full with proof (`solve`, `certify`), and windows on plans too large to store
+(`weights_at`, `topk`, `block_mass`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from .backends import torch as definition
+from .form import Form, lower, lower_problem
+from .problem import Transport, describe
+from .statistics import Solution, primal
+
+# --- solve and certify ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Evidence, in float64, that a plan is (or is not) the optimum. One number per row, [..., Tq].
+
+    primal          what the plan achieves: <p, s> - tau D(p || pi)
+    dual            an upper bound on what any plan can achieve
+    gap             dual - primal: how much better a plan could be
+    row_residual    how far the row is from its marginal (and from p >= 0)
+    stationarity    largest distance of a weight from pi g((s - lambda)/tau)
+
+    A plan is optimal where all three residuals vanish; primal <= dual holds for plans that meet their marginal.
+    """
+
+    primal: Tensor
+    dual: Tensor
+    gap: Tensor
+    row_residual: Tensor
+    stationarity: Tensor
+
+    def worst(self) -> dict[str, float]:
+        """The largest absolute gap, row residual and stationarity over all rows (NaN counts as the largest)."""
+        residuals = {"gap": self.gap, "row_residual": self.row_residual, "stationarity": self.stationarity}
+        return {n: float(r.abs().max()) if r.numel() else 0.0 for n, r in residuals.items()}
+
+    def holds(self, tolerance: float = 1e-5) -> bool:
+        """Whether every row is optimal within the tolerance (the gap relative to the size of the optimum)."""
+        scale = 1 + self.dual.abs().nan_to_num(posinf=0.0)
+        good = (self.gap.abs() <= tolerance * scale) & (self.row_residual <= tolerance)
+        return bool((good & (self.stationarity <= tolerance)).all())
+
+    def __str__(self) -> str:
+        lines = [f"Certificate of {self.primal.numel()} row{'s' if self.primal.numel() != 1 else ''} (worst row)"]
+        worst = self.worst()
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name in worst:
+                lines.append(f"  {f.name:<13} {worst[f.name]:.3e}")
+            elif value.numel() == 1:
+                lines.append(f"  {f.name:<13} {float(value):.9g}")
+            elif value.numel():
+                lines.append(f"  {f.name:<13} {float(value.min()):.9g} to {float(value.max()):.9g}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A solved problem: `weights` [..., Tk] or [..., Tq, Tk] and one dual variable per row, both differentiable."""
+
+    weights: Tensor
+    dual: Tensor
+    scores: Tensor
+    problem: Transport
+
+    def certificate(self) -> Certificate:
+        """Proof of optimality from the plan's own weights and dual."""
+        return _certify(self.scores, self.weights, self.problem, self.dual)
+
+    def __repr__(self) -> str:
+        return f"Plan(weights={describe(self.weights)}, dual={describe(self.dual)}, {self.problem!r})"
+
+
+def solve(scores: Tensor, problem: Transport | None = None) -> Plan:
+    """The optimal plan for scores [..., Tk] or [..., H, Tq, Tk], with its dual. Differentiable; stores the plan."""
+    problem = Transport() if problem is None else problem
+    form, folded = _lower_scores(scores, problem)
+    rows = definition.solve_rows(form, folded, order=2)
+    weights = rows.weights[..., : scores.shape[-1]].reshape(scores.shape)
+    return Plan(weights.to(scores.dtype), rows.dual.reshape(scores.shape[:-1]), scores, problem)
+
+
+def certify(scores: Tensor, weights: Tensor, problem: Transport | None = None) -> Certificate:
+    """Judge anybody's weights for these scores, against the best dual."""
+    return _certify(scores, weights, Transport() if problem is None else problem, None)
+
+
+def _lower_scores(scores: Tensor, problem: Transport, dtype: torch.dtype | None = None) -> tuple[Form, Tensor]:
+    if not isinstance(scores, Tensor) or not scores.is_floating_point():
+        raise TypeError(f"scores: expected a floating-point tensor, got {describe(scores)}")
+    if scores.dim() < 1:
+        raise ValueError(f"scores: expected shape [..., Tk] or [..., Tq, Tk], got {list(scores.shape)}")
+    dtype = dtype or (torch.float64 if scores.dtype == torch.float64 else torch.float32)
+    shape = (1,) * (4 - scores.dim()) + tuple(scores.shape)
+    form = lower_problem(problem, shape[:-2], shape[-2], shape[-1], dtype, scores.device)
+    return form, scores.reshape(shape).flatten(0, -4).to(dtype)
+
+
+def _certify(scores: Tensor, weights: Tensor, problem: Transport, dual: Tensor | None) -> Certificate:
+    if not isinstance(weights, Tensor) or weights.shape != scores.shape:
+        raise ValueError(f"weights: expected a tensor of scores' shape {list(scores.shape)}, got {describe(weights)}")
+    with torch.no_grad():
+        # float64 lives on the CPU for sure.
+        problem = torch.utils._pytree.tree_map(lambda t: t.detach().cpu(), problem)
+        form, folded = _lower_scores(scores.detach().cpu(), problem, torch.float64)
+        p = weights.detach().cpu().reshape(folded.shape).double()
+        if dual is not None:
+            dual = dual.detach().cpu().double().reshape(*folded.shape[:-1], 1)
+            best = definition.solve_rows(form, folded, dual, order=0)
+        else:
+            best = definition.solve_rows(form, folded, order=2)
+        padding = best.weights.shape[-1] - p.shape[-1]  # an empty row is solved as one key that is not admissible
+        p = torch.nn.functional.pad(p, (0, padding))
+        parts = _judge(best, p)
+        return Certificate(**{name: part.reshape(scores.shape[:-1]) for name, part in parts.items()})
+
+
+def _judge(best: Solution, p: Tensor) -> dict[str, Tensor]:
+    """Primal of p, dual at best's lambda, and the residuals, each [B, H, Tq]."""
+    form, price = best.form, best.dual.squeeze(-1)
+    mass = p.sum(-1)
+    null = (1 - mass).clamp(min=0)[..., None] if form.marginal == "sink" else None
+    achieved = primal(best, p.clamp(min=0), null)
+    # A row that no price moves (no admissible key, or all keys full) has one plan only, and that is its bound.
+    fixed = price == -math.inf
+    bound = torch.where(fixed, primal(best, best.weights, best.null), _dual_value(best))
+    row_residual = (-p).clamp(min=0).sum(-1)
+    if form.marginal == "rows":
+        row_residual = row_residual + (mass - torch.where(fixed, best.weights.sum(-1), form.mass)).abs()
+    elif form.marginal == "sink":
+        row_residual = row_residual + (mass - 1).clamp(min=0)
+    return {
+        "primal": achieved,
+        "dual": bound,
+        "gap": bound - achieved,
+        "row_residual": row_residual,
+        "stationarity": (p - best.weights).abs().amax(-1),
+    }
+
+
+def _dual_value(best: Solution) -> Tensor:
+    """lambda m + tau sum_j pi_j f*((s_j - lambda)/tau), an upper bound at any lambda (relaxed: see theory)."""
+    form, regularizer = best.form, best.regularizer
+    price = torch.where(best.dual == -math.inf, 0.0, best.dual)  # those rows are judged without it
+    level = best.null_score
+
+    def conjugate(scores: Tensor) -> Tensor:
+        return regularizer.conjugate((scores - price) / best.temperature - regularizer.origin)
+
+    prior = torch.ones_like(best.scores) if best.log_prior is None else best.log_prior.exp().expand_as(best.scores)
+    prior = best.where_admissible(prior, 0.0)
+    if form.family == "kl":  # pi exp(t) in one exponential, as in the plan
+        t = best.where_admissible((best.scores - price) / best.temperature, 0.0)
+        spread = best.where_admissible(regularizer.weights(t, best.log_prior), 0.0) - prior
+    else:
+        spread = prior * best.where_admissible(conjugate(best.scores), 0.0)
+    total = spread.sum(-1, keepdim=True)
+    if form.marginal == "sink":
+        total = total + conjugate(level)
+    if form.family == "kl" and form.marginal in ("rows", "sink"):  # the constant that their primal drops, too
+        total = total + prior.sum(-1, keepdim=True) + (form.marginal == "sink") - form.mass
+    total = total * torch.as_tensor(form.temperature, dtype=total.dtype)
+    if form.marginal == "relax":
+        total = total + level * torch.expm1(price / level)
+    elif form.marginal != "free":
+        total = total + price * form.mass
+    return total.squeeze(-1)
+
+
+# --- the plan without the matrix --------------------------------------------------------------------------------------
+
+
+def weights_at(
+    query: Tensor,
+    key: Tensor,
+    index: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    problem: Transport | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """The weights of chosen keys: index, integers that broadcast to [..., H, Tq, n] -> [..., H, Tq, n]. Not differentiable."""
+    form, lead = _lower_plan(query, key, attn_mask, is_causal, scale, enable_gqa, problem, softcap)
+    B, H, Tq, Tk = form.shape
+    if not isinstance(index, Tensor) or index.is_floating_point() or index.dtype == torch.bool:
+        raise TypeError(f"index: expected an integer tensor, got {describe(index)}")
+    if index.device != query.device:
+        raise ValueError(f"index: expected a tensor on {query.device}, as query, got one on {index.device}")
+    n = index.shape[-1] if index.dim() else 1
+    try:
+        index = index.expand(*lead, Tq, n).reshape(B, H, Tq, n).long()
+    except RuntimeError:
+        raise ValueError(
+            f"index: expected a shape that broadcasts to {[*lead, Tq, n]}, got {list(index.shape)}"
+        ) from None
+    if bool(((index < 0) | (index >= Tk)).any()):
+        raise ValueError(f"index: expected keys in [0, {Tk}), got {int(index.min())} to {int(index.max())}")
+    found = torch.zeros(B, H, Tq, n, dtype=form.dtype, device=query.device)
+    for b, h, i, j, weights in _weight_blocks(form):
+        local = index[b, h, i] - j.start
+        inside = (local >= 0) & (local < weights.shape[-1])
+        if weights.shape[-1]:
+            found[b, h, i] = torch.where(inside, weights.gather(-1, torch.where(inside, local, 0)), 0.0)
+    return found.reshape(*lead, Tq, n)
+
+
+def topk(
+    query: Tensor,
+    key: Tensor,
+    n: int,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    problem: Transport | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The n largest weights of each row and their keys, (weights, indices), each [..., H, Tq, n]. Not differentiable."""
+    form, lead = _lower_plan(query, key, attn_mask, is_causal, scale, enable_gqa, problem, softcap)
+    B, H, Tq, Tk = form.shape
+    if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= Tk:
+        raise ValueError(f"n: expected an int from 0 to Tk={Tk}, got {describe(n)}")
+    weights = torch.zeros(B, H, Tq, n, dtype=form.dtype, device=query.device)
+    indices = torch.zeros(B, H, Tq, n, dtype=torch.long, device=query.device)
+    for b, h, i, j, block in _weight_blocks(form, at_least=n):
+        weights[b, h, i], found = block.topk(n, -1)
+        indices[b, h, i] = found + j.start
+    return weights.reshape(*lead, Tq, n), indices.reshape(*lead, Tq, n)
+
+
+def block_mass(
+    query: Tensor,
+    key: Tensor,
+    block: int,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    problem: Transport | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """The plan pooled to blocks: the mean over a block's queries of the mass sent to each block of keys.
+
+    [..., H, ceil(Tq/block), ceil(Tk/block)]; a row sums to its queries' mean mass, 1 for plain rows. Not differentiable.
+    """
+    form, lead = _lower_plan(query, key, attn_mask, is_causal, scale, enable_gqa, problem, softcap)
+    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+        raise ValueError(f"block: expected a positive int, got {describe(block)}")
+    B, H, Tq, Tk = form.shape
+    rows, columns = -(-Tq // block), -(-Tk // block)
+    pooled = torch.zeros(B, H, rows, columns, dtype=form.dtype, device=query.device)
+    for b, h, i, j, weights in _weight_blocks(form):
+        padded = torch.nn.functional.pad(weights, (j.start, columns * block - j.stop))
+        by_key = padded.unflatten(-1, (columns, block)).sum(-1)
+        owner = torch.arange(i.start, i.stop, device=query.device) // block
+        pooled[b, h] = pooled[b, h].index_add(2, owner, by_key)
+    sizes = torch.full((rows,), block, device=query.device)
+    if rows:
+        sizes[-1] = Tq - (rows - 1) * block
+    return (pooled / sizes[:, None]).reshape(*lead, rows, columns)
+
+
+def _lower_plan(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    problem: Transport | None,
+    softcap: float | None,
+) -> tuple[Form, tuple[int, ...]]:
+    """The form of a plan whose values nobody asks for, and the caller's leading dimensions."""
+    form = lower(query, key, key, attn_mask, 0.0, is_causal, scale, enable_gqa, problem, softcap)
+    rank = max(query.dim(), key.dim())
+    batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
+    return form, (*batch, form.shape[1]) if rank > 2 else ()
+
+
+def _weight_blocks(form: Form, at_least: int = 0) -> Iterator[tuple[slice, slice, slice, slice, Tensor]]:
+    """The plan block by block, each over at least so many keys."""
+    Tk = form.shape[3]
+    with torch.no_grad():
+        for b, h, i, j in definition.blocks(form):
+            start = max(0, min(j.start, Tk - at_least))
+            j = slice(start, max(j.stop, start + at_least))
+            yield b, h, i, j, definition.attend(form.cut(b, h, i, j), ("weights",))["weights"]

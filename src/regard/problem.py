@@ -1,0 +1,562 @@
+"""What a user declares: an attention as a transport problem.
+
+Each query ships mass to the keys so that similarity is high and the plan stays close to a prior:
+
+    maximise over p >= 0    sum_j p_j s_j  -  tau * sum_j pi_j f(p_j / pi_j)      subject to a marginal
+
+`Transport` names the four parts: the regulariser (f), the prior (pi), the marginal and the temperature (tau).
+Nothing here computes on a tensor until a solver asks; the objects are frozen, comparable and hashable by structure
+(tensors by identity) and registered as pytrees whose leaves are their tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, dataclass_transform
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+Scalar = float | Tensor
+Alignment = Literal["top_left", "bottom_right"]
+
+
+# --- what all parts share ---------------------------------------------------------------------------------------------
+
+
+def describe(value: object) -> str:
+    """How an error message or a repr shows a value."""
+    if isinstance(value, Tensor):
+        kind = str(value.dtype).removeprefix("torch.")
+        return f"Tensor({kind}, {list(value.shape)})"
+    return repr(value)
+
+
+@dataclass_transform(frozen_default=True, eq_default=False)
+class Part:
+    """A frozen piece of a problem: compared by structure, its tensors by identity; a pytree with tensors as leaves."""
+
+    _names: ClassVar[tuple[str, ...]]
+
+    def __init_subclass__(cls, abstract: bool = False) -> None:
+        super().__init_subclass__()
+        # Methods defined here win over dataclass's own: eq and repr are ours.
+        dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+        cls._names = tuple(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
+        if not abstract:
+            _register_pytree(cls)
+
+    def _values(self) -> tuple:
+        return tuple(getattr(self, name) for name in self._names)
+
+    def _declare(self) -> None:
+        """Called once the fields are set, however they were set."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Part) or type(self) is not type(other):
+            return NotImplemented
+        return all(
+            a is b if isinstance(a, Tensor) or isinstance(b, Tensor) else a == b
+            for a, b in zip(self._values(), other._values(), strict=True)
+        )
+
+    def __hash__(self) -> int:
+        return hash((type(self), *(id(v) if isinstance(v, Tensor) else v for v in self._values())))
+
+    def __repr__(self) -> str:
+        shown = []
+        positional = True
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if not isinstance(value, Tensor) and value == field.default:
+                positional = False
+                continue
+            shown.append(describe(value) if positional else f"{field.name}={describe(value)}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _register_pytree(cls: type[Part]) -> None:
+    names = cls._names
+
+    def split(part: Any) -> tuple[list[str], list[Any], tuple]:
+        # Tensors, parts and tuples of parts are children; numbers, strings and callables are structure.
+        moving = [n for n in names if isinstance(getattr(part, n), Tensor | Part | tuple)]
+        fixed = tuple((n, getattr(part, n)) for n in names if n not in moving)
+        return moving, [getattr(part, n) for n in moving], (tuple(moving), fixed)
+
+    def flatten(part: Any) -> tuple[list[Any], tuple]:
+        _, children, context = split(part)
+        return children, context
+
+    def flatten_with_keys(part: Any) -> tuple[list[Any], tuple]:
+        moving, children, context = split(part)
+        return [(pytree.GetAttrKey(n), c) for n, c in zip(moving, children, strict=True)], context
+
+    def unflatten(children: Any, context: tuple) -> Any:
+        # No validation: a tree_map may put anything where a tensor was.
+        moving, fixed = context
+        part = cls.__new__(cls)
+        for name, value in itertools.chain(zip(moving, children, strict=True), fixed):
+            object.__setattr__(part, name, value)
+        part._declare()
+        return part
+
+    pytree.register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=f"regard.{cls.__name__}",
+        flatten_with_keys_fn=flatten_with_keys,
+        to_dumpable_context=json.dumps,
+        from_dumpable_context=lambda text: tuple(tuple(map(tuple_or_self, x)) for x in json.loads(text)),
+    )
+
+
+def tuple_or_self(value: Any) -> Any:
+    """JSON has no tuples: give a list back as one."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check_scalar(name: str, value: object, expected: str, valid: Callable[[float], bool]) -> None:
+    """A number must satisfy `valid`; a tensor must be floating (its values are checked where it is used)."""
+    if isinstance(value, Tensor):
+        if not value.is_floating_point():
+            raise TypeError(f"{name}: expected a number or a floating-point tensor, got {describe(value)}")
+    elif isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: expected a number or a floating-point tensor, got {describe(value)}")
+    elif not valid(value):
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")
+
+
+# --- regularisers -----------------------------------------------------------------------------------------------------
+
+
+class Regularizer(Part, abstract=True):
+    """A convex f with f' inverted: the plan is p = pi * link(t), t = (s - lambda)/tau - origin.
+
+    A subclass gives three formulas: `f`, `link` (g, zero below its range) and `slope` (g'). `origin` moves the
+    coordinate in which link and slope are written, for accuracy. `ceiling` is the supremum of link where it has one.
+    """
+
+    family: ClassVar[str]
+    ceiling: ClassVar[float] = math.inf
+
+    @property
+    def origin(self) -> Scalar:
+        return 0.0
+
+    def f(self, ratio: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def link(self, t: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def slope(self, t: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def weights(self, t: Tensor, log_prior: Tensor | None) -> Tensor:
+        """pi * link(t)."""
+        return self.link(t) if log_prior is None else log_prior.exp() * self.link(t)
+
+    def weight_slopes(self, t: Tensor, log_prior: Tensor | None) -> Tensor:
+        """w = pi * link'(t): all the gradient needs to know of a regulariser."""
+        return self.slope(t) if log_prior is None else log_prior.exp() * self.slope(t)
+
+    def conjugate(self, t: Tensor) -> Tensor:
+        """f*, from f*(eta) = eta g(eta) - f(g(eta))."""
+        ratio = self.link(t)
+        return (t + self.origin) * ratio - self.f(ratio)
+
+
+class KL(Regularizer):
+    """Kullback-Leibler to the prior: softmax."""
+
+    family: ClassVar[str] = "kl"
+
+    def f(self, ratio: Tensor) -> Tensor:
+        return torch.xlogy(ratio, ratio) - ratio + 1
+
+    def link(self, t: Tensor) -> Tensor:
+        return t.exp()
+
+    def slope(self, t: Tensor) -> Tensor:
+        return t.exp()
+
+    def weights(self, t: Tensor, log_prior: Tensor | None) -> Tensor:
+        # In one exponential: a tiny prior may meet a huge exp(t).
+        return t.exp() if log_prior is None else (t + log_prior).exp()
+
+    weight_slopes = weights
+
+
+class Tsallis(Regularizer):
+    """Tsallis entropy of order alpha > 1: alpha-entmax, with exact zeros. 2 is sparsemax; 1 is softmax's limit."""
+
+    alpha: Scalar
+
+    family: ClassVar[str] = "tsallis"
+
+    def __post_init__(self) -> None:
+        _check_scalar("Tsallis(alpha)", self.alpha, "alpha > 1 (KL() is the limit alpha = 1)", _above_one)
+
+    @property
+    def origin(self) -> Scalar:
+        # t is measured from f'(1) = 1/(alpha - 1); then link(t) -> exp(t) as alpha -> 1, with nothing cancelling.
+        return 1 / (self.alpha - 1)
+
+    def f(self, ratio: Tensor) -> Tensor:
+        return ratio**self.alpha / (self.alpha * (self.alpha - 1))
+
+    def _log_ratio(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        base = (self.alpha - 1) * t
+        inside = base > -1
+        return inside, torch.where(inside, base, 0.0).log1p() / (self.alpha - 1)
+
+    def link(self, t: Tensor) -> Tensor:
+        inside, log_ratio = self._log_ratio(t)
+        return torch.where(inside, log_ratio.exp(), 0.0)
+
+    def slope(self, t: Tensor) -> Tensor:
+        inside, log_ratio = self._log_ratio(t)
+        return torch.where(inside, ((2 - self.alpha) * log_ratio).exp(), 0.0)
+
+
+class FermiDirac(Regularizer):
+    """Fermi-Dirac entropy, 0 <= p <= pi: soft top-m with `Rows(mass=m)`, sigmoid attention with `Free()`."""
+
+    family: ClassVar[str] = "fermi_dirac"
+    ceiling: ClassVar[float] = 1.0
+
+    def f(self, ratio: Tensor) -> Tensor:
+        return torch.xlogy(ratio, ratio) + torch.xlogy(1 - ratio, 1 - ratio)
+
+    def link(self, t: Tensor) -> Tensor:
+        return t.sigmoid()
+
+    def slope(self, t: Tensor) -> Tensor:
+        return t.sigmoid() * (-t).sigmoid()
+
+    def conjugate(self, t: Tensor) -> Tensor:
+        return torch.nn.functional.softplus(t, threshold=1e4)
+
+
+# Callables cannot travel through an operator's schema; the name of a live FDivergence can.
+_DECLARED: weakref.WeakValueDictionary[str, FDivergence] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+class FDivergence(Regularizer):
+    """Your own regulariser: convex `f`, `link` = the inverse of f', `slope` = link's derivative.
+
+    `link` counts as 0 at and below `lower`, the infimum of f'. link and slope decide the plan and its gradient;
+    f enters values and certificates. All three map a tensor to a tensor of the same shape, element by element.
+    """
+
+    divergence: Callable[[Tensor], Tensor]
+    inverse: Callable[[Tensor], Tensor]
+    derivative: Callable[[Tensor], Tensor]
+    lower: float = -math.inf
+
+    def __init__(
+        self,
+        f: Callable[[Tensor], Tensor],
+        link: Callable[[Tensor], Tensor],
+        slope: Callable[[Tensor], Tensor],
+        lower: float = -math.inf,
+    ) -> None:
+        for name, value in (("f", f), ("link", link), ("slope", slope)):
+            if not callable(value):
+                raise TypeError(f"FDivergence({name}): expected a callable, got {describe(value)}")
+        if isinstance(lower, bool) or not isinstance(lower, int | float) or math.isnan(lower) or lower == math.inf:
+            raise ValueError(f"FDivergence(lower): expected a number below inf, got {describe(lower)}")
+        for name, value in (("divergence", f), ("inverse", link), ("derivative", slope), ("lower", float(lower))):
+            object.__setattr__(self, name, value)
+        self._declare()
+
+    def _declare(self) -> None:
+        object.__setattr__(self, "family", f"custom {next(_numbers)}")
+        _DECLARED[self.family] = self
+
+    def f(self, ratio: Tensor) -> Tensor:
+        return self.divergence(ratio)
+
+    def link(self, t: Tensor) -> Tensor:
+        inside = t > self.lower
+        return torch.where(inside, _Linked.apply(self, torch.where(inside, t, self._inside)), 0.0)
+
+    def slope(self, t: Tensor) -> Tensor:
+        inside = t > self.lower
+        return torch.where(inside, self.derivative(torch.where(inside, t, self._inside)), 0.0)
+
+    @property
+    def _inside(self) -> float:
+        """Some point of link's range, to evaluate at where the result is thrown away."""
+        return max(0.0, self.lower + 1)
+
+
+class _Linked(torch.autograd.Function):
+    """A user's link, differentiated by the user's slope (to any order, as far as slope is differentiable)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(divergence: FDivergence, t: Tensor) -> Tensor:
+        return divergence.inverse(t)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.divergence, t = inputs
+        ctx.save_for_backward(t)
+        ctx.save_for_forward(t)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:  # type: ignore[override]
+        return None, grad * ctx.divergence.derivative(ctx.saved_tensors[0])
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: Tensor) -> Tensor:  # type: ignore[override]
+        return tangent * ctx.divergence.derivative(ctx.saved_tensors[0])
+
+
+# --- marginals --------------------------------------------------------------------------------------------------------
+
+
+def _finite(x: float) -> bool:
+    return math.isfinite(x)
+
+
+def _positive(x: float) -> bool:
+    return 0 < x < math.inf
+
+
+def _not_negative(x: float) -> bool:
+    return 0 <= x < math.inf
+
+
+def _above_one(x: float) -> bool:
+    return 1 < x < math.inf
+
+
+class Marginal(Part, abstract=True):
+    """What the rows of the plan must sum to."""
+
+
+class Rows(Marginal):
+    """Each query ships `mass` (sum_j p_j = mass).
+
+    `sink` adds a null key of that score (a number, or per head): it takes mass and returns nothing.
+    `relax` replaces the constraint by a penalty relax * KL(sum_j p_j || 1). At most one of the three may be set.
+    """
+
+    mass: float = 1.0
+    sink: Scalar | None = None
+    relax: Scalar | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.mass, Tensor):
+            raise TypeError(f"Rows(mass): expected a number, got {describe(self.mass)}")
+        _check_scalar("Rows(mass)", self.mass, "a positive, finite number", _positive)
+        if self.sink is not None:
+            _check_scalar("Rows(sink)", self.sink, "a finite number", _finite)
+        if self.relax is not None:
+            _check_scalar("Rows(relax)", self.relax, "a positive, finite number", _positive)
+        if (self.mass != 1) + (self.sink is not None) + (self.relax is not None) > 1:
+            raise ValueError(f"Rows: mass other than 1, sink and relax exclude one another, got {self!r}")
+
+
+class Free(Marginal):
+    """No constraint on the rows: p = pi * g((s + offset) / tau)."""
+
+    offset: Scalar = 0.0
+
+    def __post_init__(self) -> None:
+        _check_scalar("Free(offset)", self.offset, "a finite number", _finite)
+
+
+# --- priors -----------------------------------------------------------------------------------------------------------
+
+
+class Prior(Part, abstract=True):
+    """A reference measure pi over the keys, never normalised; zero forbids. Priors multiply with `*`."""
+
+    def __mul__(self, other: Prior) -> Prior:
+        if not isinstance(other, Prior):
+            return NotImplemented
+        return Product(self.factors() + other.factors())
+
+    def factors(self) -> tuple[Prior, ...]:
+        return (self,)
+
+
+def _check_alignment(name: str, alignment: object) -> None:
+    if alignment not in (None, "top_left", "bottom_right"):
+        raise ValueError(f'{name}(alignment): expected "top_left", "bottom_right" or None, got {describe(alignment)}')
+
+
+class Product(Prior):
+    """Priors multiplied together: what `*` makes."""
+
+    parts: tuple[Prior, ...]
+
+    def factors(self) -> tuple[Prior, ...]:
+        return self.parts
+
+    def __repr__(self) -> str:
+        return " * ".join(map(repr, self.parts))
+
+
+class Causal(Prior):
+    """Query i, at key position i + offset, sees keys up to its own position.
+
+    The offset is 0 for "top_left" (PyTorch's is_causal) and Tk - Tq for "bottom_right" (a cache's view). Left unset,
+    the alignment is taken from the other priors of the product; unset everywhere needs Tq = Tk.
+    """
+
+    alignment: Alignment | None = None
+
+    def __post_init__(self) -> None:
+        _check_alignment("Causal", self.alignment)
+
+
+class Window(Prior):
+    """Keys from `left` before the query to `right` after it, both ends included; None is unbounded."""
+
+    left: int | None
+    right: int | None = 0
+    alignment: Alignment | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("left", self.left), ("right", self.right)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | torch.SymInt)):
+                raise TypeError(f"Window({name}): expected an int or None, got {describe(value)}")
+        if self.left is not None and self.right is not None and self.right < -self.left:
+            raise ValueError(f"Window: expected right >= -left, got {self!r}, which admits no key")
+        _check_alignment("Window", self.alignment)
+
+
+class ALiBi(Prior):
+    """log pi = -slope_h * |i + offset - j|, slopes [H] or a number; the offset as in `Causal`."""
+
+    slopes: Scalar
+    alignment: Alignment | None = None
+
+    def __post_init__(self) -> None:
+        _check_scalar("ALiBi(slopes)", self.slopes, "a finite number", _finite)
+        _check_alignment("ALiBi", self.alignment)
+
+
+class Bias(Prior):
+    """pi = exp(log_prior), any tensor that broadcasts to [B, H, Tq, Tk]; -inf forbids."""
+
+    log_prior: Tensor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.log_prior, Tensor) or not self.log_prior.is_floating_point():
+            raise TypeError(f"Bias(log_prior): expected a floating-point tensor, got {describe(self.log_prior)}")
+
+
+class Documents(Prior):
+    """Packed sequences: a query sees the keys of its own document. ids [T] or [B, T]; negative ids are padding."""
+
+    query_ids: Tensor
+    key_ids: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name, ids in (("query_ids", self.query_ids), ("key_ids", self.key_ids)):
+            if ids is None and name == "key_ids":
+                continue
+            if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
+                raise TypeError(f"Documents({name}): expected an integer tensor, got {describe(ids)}")
+            if ids.dim() not in (1, 2):
+                raise ValueError(f"Documents({name}): expected shape [T] or [B, T], got {list(ids.shape)}")
+
+    @classmethod
+    def from_cu_seqlens(
+        cls,
+        query: Tensor,
+        key: Tensor | None = None,
+        *,
+        query_length: int | None = None,
+        key_length: int | None = None,
+    ) -> Documents:
+        """From cumulative lengths [0, n1, n1 + n2, ...]; positions past the last boundary are padding.
+
+        The lengths default to the last boundary; give them where tensors are padded (and under torch.compile).
+        """
+        ids = _ids_from_boundaries("query", query, query_length)
+        return cls(ids) if key is None else cls(ids, _ids_from_boundaries("key", key, key_length))
+
+
+def _ids_from_boundaries(name: str, boundaries: Tensor, length: int | None) -> Tensor:
+    where = f"Documents.from_cu_seqlens({name})"
+    if not isinstance(boundaries, Tensor) or boundaries.is_floating_point() or boundaries.dtype == torch.bool:
+        raise TypeError(f"{where}: expected an integer tensor, got {describe(boundaries)}")
+    if boundaries.dim() != 1 or boundaries.shape[0] < 1:
+        raise ValueError(f"{where}: expected shape [documents + 1], got {list(boundaries.shape)}")
+    if not torch.compiler.is_compiling() and (boundaries[0] != 0 or (boundaries.diff() < 0).any()):
+        raise ValueError(f"{where}: expected boundaries that start at 0 and never fall, got {boundaries.tolist()}")
+    total = int(boundaries[-1]) if length is None else length
+    position = torch.arange(total, device=boundaries.device)
+    ids = torch.searchsorted(boundaries.to(position.dtype), position, right=True) - 1
+    return torch.where(position < boundaries[-1], ids, -1)
+
+
+# --- the problem ------------------------------------------------------------------------------------------------------
+
+
+class Transport(Part):
+    """An attention: regulariser, prior, marginal and temperature. None means `KL()`, no prior, `Rows()`.
+
+    `temperature` is a number or a tensor that broadcasts to [B, H, Tq, 1] (per head: [H, 1, 1]); 0 is hard routing.
+    """
+
+    regularizer: Regularizer | None = None
+    _: dataclasses.KW_ONLY
+    prior: Prior | None = None
+    marginal: Marginal | None = None
+    temperature: Scalar = 1.0
+
+    def __post_init__(self) -> None:
+        # Dynamo cannot build an object whose defaults are objects: None is replaced here.
+        if self.regularizer is None:
+            object.__setattr__(self, "regularizer", KL())
+        if self.marginal is None:
+            object.__setattr__(self, "marginal", Rows())
+        for name, value, kind in (
+            ("regularizer", self.regularizer, Regularizer),
+            ("marginal", self.marginal, Marginal),
+            ("prior", self.prior, Prior | None),
+        ):
+            if not isinstance(value, kind):
+                hint = f" (did you mean {value.__name__}()?)" if isinstance(value, type) else ""
+                raise TypeError(f"Transport({name}): expected a {name}, got {describe(value)}{hint}")
+        _check_scalar("Transport(temperature)", self.temperature, "a finite number >= 0", _not_negative)
+
+    def __repr__(self) -> str:
+        shown = [repr(self.regularizer)]
+        if self.prior is not None:
+            shown.append(f"prior={self.prior!r}")
+        if self.marginal != Rows():
+            shown.append(f"marginal={self.marginal!r}")
+        if isinstance(self.temperature, Tensor) or self.temperature != 1:
+            shown.append(f"temperature={describe(self.temperature)}")
+        return f"Transport({', '.join(shown)})"
+
+
+def regularizer_of(family: str, alpha: Scalar) -> Regularizer:
+    """The regulariser a lowered problem names."""
+    if family == "kl":
+        return KL()
+    if family == "tsallis":
+        return Tsallis(alpha)
+    if family == "fermi_dirac":
+        return FermiDirac()
+    if family in _DECLARED:
+        return _DECLARED[family]
+    raise RuntimeError(f"the FDivergence {family!r} of this problem is gone: keep it alive while its operator is used")
