@@ -350,7 +350,7 @@ def _lower_prior(
             slopes = factor.slopes
             if not isinstance(slopes, Tensor):
                 slopes = torch.full((1,), float(slopes), dtype=dtype, device=device)
-            if slopes.numel() not in (1, H):
+            if slopes.numel() != 1 and slopes.numel() != H:
                 raise ValueError(f"ALiBi(slopes): expected a number or shape [H={H}], got {list(slopes.shape)}")
             slopes = _row_parameter("ALiBi(slopes)", slopes.reshape(-1), B, H, Tq, dtype, device, True)
             assert isinstance(slopes, Tensor)
@@ -370,7 +370,7 @@ def _lower_documents(form: Form, documents: Documents, B: int, Tq: int, Tk: int,
     for name, ids, T in (("query_ids", documents.query_ids, Tq), ("key_ids", documents.key_ids, Tk)):
         if ids is None:
             ids = documents.query_ids
-        if ids.shape[-1] != T or (ids.dim() == 2 and ids.shape[0] not in (1, B)):
+        if ids.shape[-1] != T or (ids.dim() == 2 and ids.shape[0] != 1 and ids.shape[0] != B):
             raise ValueError(f"Documents({name}): expected shape [{T}] or [{B}, {T}], got {list(ids.shape)}")
         _check_device(f"Documents({name})", ids, device)
         sides.append(ids.view(-1, T).long())
@@ -457,7 +457,7 @@ def _leading_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
     heads = [t.shape[-3] if t.dim() > 2 else 1 for t in (query, key, value)]
     if heads[1] != heads[2]:
         raise ValueError(f"value: expected {heads[1]} heads, as key, got {list(value.shape)}")
-    if heads[0] != heads[1] and 1 not in heads[:2]:
+    if heads[0] != heads[1] and heads[0] != 1 and heads[1] != 1:
         if not enable_gqa:
             raise ValueError(
                 f"key: expected {heads[0]} heads, as query, got {list(key.shape)} (enable_gqa=True lets query heads share)"
@@ -511,7 +511,7 @@ def _row_parameter(
     if not isinstance(value, Tensor):
         return float(value)
     _check_device(name, value, device)
-    if per_head and value.dim() == 1 and value.shape[0] in (1, H):
+    if per_head and value.dim() == 1 and (value.shape[0] == 1 or value.shape[0] == H):
         value = value.view(-1, 1, 1)
     full = (B, H, Tq, 1)
     shape = (1,) * (4 - value.dim()) + tuple(value.shape)

@@ -203,14 +203,15 @@ _TYPES = {
     "str": "str {0}",
     "bool": "bool {0}",
 }
-_SCHEMA = ", ".join(_TYPES[str(f.type)].format(f.name) for f in dataclasses.fields(Form))
+_FIELDS = tuple((f.name, str(f.type)) for f in dataclasses.fields(Form))
+_SCHEMA = ", ".join(_TYPES[kind].format(name) for name, kind in _FIELDS)
 
 
 def _to_arguments(form: Form) -> list[Any]:
     arguments: list[Any] = []
-    for f in dataclasses.fields(Form):
-        value = getattr(form, f.name)
-        if f.type == "Scalar":
+    for name, kind in _FIELDS:
+        value = getattr(form, name)
+        if kind == "Scalar":
             arguments += [0.0, value] if isinstance(value, Tensor) else [value, None]
         else:
             arguments.append(value)
@@ -219,12 +220,12 @@ def _to_arguments(form: Form) -> list[Any]:
 
 def _from_arguments(arguments: tuple) -> Form:
     values, rest = {}, iter(arguments)
-    for f in dataclasses.fields(Form):
+    for name, kind in _FIELDS:
         value = next(rest)
-        if f.type == "Scalar":
+        if kind == "Scalar":
             tensor = next(rest)
             value = value if tensor is None else tensor
-        values[f.name] = list(value) if f.type == "list[Tensor]" else value
+        values[name] = list(value) if kind == "list[Tensor]" else value
     return Form(**values)
 
 
@@ -254,8 +255,16 @@ def attend_backward_op(
     wanted = tuple(needed.split(","))
     by_name = dict(zip(names.split(","), outputs, strict=True))
     by_grad = dict(zip(incoming.split(","), grads, strict=True))
-    found = BACKENDS[backend].backward(_from_arguments(arguments), wanted, by_name, by_grad)
+    # An operator's body runs below autograd; a backend may want autograd inside.
+    inside, outside = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(inside, outside - _AUTOGRAD):
+        found = BACKENDS[backend].backward(_from_arguments(arguments), wanted, by_name, by_grad)
     return [found[slot] for slot in wanted]
+
+
+_AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutogradOther
+)
 
 
 @attend_backward_op.register_fake
@@ -303,11 +312,11 @@ def _gradient(ctx: Any, grads: list[Tensor | None]) -> tuple:
             )
         )
     by_argument: list[Any] = [None, None]
-    for f in dataclasses.fields(Form):
-        if f.type == "list[Tensor]":
-            by_argument.append([found.get(f"{f.name}.{i}") for i in range(len(getattr(form, f.name)))])
+    for name, kind in _FIELDS:
+        if kind == "list[Tensor]":
+            by_argument.append([found.get(f"{name}.{i}") for i in range(len(getattr(form, name)))])
         else:
-            by_argument += [None, found.get(f.name)] if f.type == "Scalar" else [found.get(f.name)]
+            by_argument += [None, found.get(name)] if kind == "Scalar" else [found.get(name)]
     return tuple(by_argument)
 
 
