@@ -30,19 +30,20 @@ def run(backend: str, form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
     if forward_mode:
         if backend != "torch":
             raise NotImplementedError(f'backend "{backend}" has no forward mode: use backend="torch"')
-        results = definition.forward(form, names, order=2)
-        return {n: t if n in DIFFERENTIABLE else _without_derivative(t) for n, t in results.items()}
+        results = definition.differentiable(form, names)
+        return {n: t if n in DIFFERENTIABLE else t.detach() for n, t in results.items()}
     tensors = form.tensors()
     recording = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
     if not recording and not torch._C._are_functorch_transforms_active():
         return BACKENDS[backend].forward(form, names)
-    computed = names if "dual" in names else (*names, "dual")
+    computed = _with_saved(backend, names)
     outputs = Attend.apply(form, tuple(tensors), computed, backend, *tensors.values())
     return dict(zip(names, outputs, strict=False))
 
 
-def _without_derivative(tensor: Tensor) -> Tensor:
-    return tensor.detach()
+def _with_saved(backend: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """What to compute when a gradient may follow."""
+    return (*names, *(name for name in BACKENDS[backend].SAVED if name not in names))
 
 
 # --- eager: an autograd Function --------------------------------------------------------------------------------------
@@ -128,7 +129,8 @@ class AttendBackward(torch.autograd.Function):
         form = plan.form.with_tensors(slots)
 
         def outcome(*needed: Tensor) -> tuple[Tensor, ...]:
-            results = definition.forward(form.with_tensors(dict(zip(plan.needed, needed, strict=True))), plan.incoming, 2)
+            varied = form.with_tensors(dict(zip(plan.needed, needed, strict=True)))
+            results = definition.differentiable(varied, plan.incoming)
             return tuple(results[name] for name in plan.incoming)
 
         def first_order(needed: tuple, incoming: tuple) -> tuple[Tensor, ...]:
@@ -324,7 +326,7 @@ attend_op.register_autograd(_gradient, setup_context=_setup)
 
 
 def _run_compiled(backend: str, form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
-    computed = names if "dual" in names else (*names, "dual")
+    computed = _with_saved(backend, names)
     outputs = torch.ops.regard.attend(backend, ",".join(computed), *_to_arguments(form))
     results = dict(zip(computed, outputs, strict=True))
     return {n: results[n] if n in DIFFERENTIABLE else results[n].detach() for n in names}

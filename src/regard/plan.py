@@ -72,8 +72,8 @@ class Plan:
     problem: Transport
 
     def certificate(self) -> Certificate:
-        """Proof of optimality from the plan's own weights and dual."""
-        return _certify(self.scores, self.weights, self.problem, self.dual)
+        """Proof of optimality."""
+        return certify(self.scores, self.weights, self.problem)
 
     def __repr__(self) -> str:
         return f"Plan(weights={describe(self.weights)}, dual={describe(self.dual)}, {self.problem!r})"
@@ -89,8 +89,19 @@ def solve(scores: Tensor, problem: Transport | None = None) -> Plan:
 
 
 def certify(scores: Tensor, weights: Tensor, problem: Transport | None = None) -> Certificate:
-    """Judge anybody's weights for these scores, against the best dual."""
-    return _certify(scores, weights, Transport() if problem is None else problem, None)
+    """Judge anybody's weights for these scores, against the best dual found in float64."""
+    problem = Transport() if problem is None else problem
+    if not isinstance(scores, Tensor) or not isinstance(weights, Tensor) or weights.shape != scores.shape:
+        raise ValueError(f"weights: expected a tensor of the scores' shape, got {describe(weights)} for {describe(scores)}")
+    with torch.no_grad():
+        # float64 lives on the CPU for sure.
+        problem = torch.utils._pytree.tree_map(lambda t: t.detach().cpu(), problem)
+        form, folded = _lower_scores(scores.detach().cpu(), problem, torch.float64)
+        best = definition.solve_rows(form, folded, order=2)
+        p = weights.detach().cpu().reshape(folded.shape).double()
+        # Rows without any key are solved as one key that is not admissible.
+        p = torch.nn.functional.pad(p, (0, best.weights.shape[-1] - p.shape[-1]))
+        return Certificate(**{name: part.reshape(scores.shape[:-1]) for name, part in _judge(best, p).items()})
 
 
 def _lower_scores(scores: Tensor, problem: Transport, dtype: torch.dtype | None = None) -> tuple[Form, Tensor]:
@@ -102,25 +113,6 @@ def _lower_scores(scores: Tensor, problem: Transport, dtype: torch.dtype | None 
     shape = (1,) * (4 - scores.dim()) + tuple(scores.shape)
     form = lower_problem(problem, shape[:-2], shape[-2], shape[-1], dtype, scores.device)
     return form, scores.reshape(shape).flatten(0, -4).to(dtype)
-
-
-def _certify(scores: Tensor, weights: Tensor, problem: Transport, dual: Tensor | None) -> Certificate:
-    if not isinstance(weights, Tensor) or weights.shape != scores.shape:
-        raise ValueError(f"weights: expected a tensor of scores' shape {list(scores.shape)}, got {describe(weights)}")
-    with torch.no_grad():
-        # float64 lives on the CPU for sure.
-        problem = torch.utils._pytree.tree_map(lambda t: t.detach().cpu(), problem)
-        form, folded = _lower_scores(scores.detach().cpu(), problem, torch.float64)
-        p = weights.detach().cpu().reshape(folded.shape).double()
-        if dual is not None:
-            dual = dual.detach().cpu().double().reshape(*folded.shape[:-1], 1)
-            best = definition.solve_rows(form, folded, dual, order=0)
-        else:
-            best = definition.solve_rows(form, folded, order=2)
-        padding = best.weights.shape[-1] - p.shape[-1]  # an empty row is solved as one key that is not admissible
-        p = torch.nn.functional.pad(p, (0, padding))
-        parts = _judge(best, p)
-        return Certificate(**{name: part.reshape(scores.shape[:-1]) for name, part in parts.items()})
 
 
 def _judge(best: Solution, p: Tensor) -> dict[str, Tensor]:

@@ -151,6 +151,11 @@ class Regularizer(Part, abstract=True):
     def origin(self) -> Scalar:
         return 0.0
 
+    @property
+    def power(self) -> Scalar:
+        """The power of the mass in which the row equation is nearly straight (0: its logarithm); only speed."""
+        return 0.0
+
     def f(self, ratio: Tensor) -> Tensor:
         raise NotImplementedError
 
@@ -160,13 +165,18 @@ class Regularizer(Part, abstract=True):
     def slope(self, t: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def inverse(self, log_ratio: Tensor) -> Tensor:
+        """Some t, if possible the one where link(t) = exp(log_ratio): where a search may begin."""
+        return torch.zeros_like(log_ratio)
+
     def weights(self, t: Tensor, log_prior: Tensor | None) -> Tensor:
-        """pi * link(t)."""
+        """p = pi * link(t)."""
         return self.link(t) if log_prior is None else log_prior.exp() * self.link(t)
 
-    def weight_slopes(self, t: Tensor, log_prior: Tensor | None) -> Tensor:
-        """w = pi * link'(t): all the gradient needs to know of a regulariser."""
-        return self.slope(t) if log_prior is None else log_prior.exp() * self.slope(t)
+    def weights_and_slopes(self, t: Tensor, log_prior: Tensor | None) -> tuple[Tensor, Tensor]:
+        """p and w = pi * link'(t): all that the gradient needs to know of a regulariser."""
+        slopes = self.slope(t) if log_prior is None else log_prior.exp() * self.slope(t)
+        return self.weights(t, log_prior), slopes
 
     def conjugate(self, t: Tensor) -> Tensor:
         """f*, from f*(eta) = eta g(eta) - f(g(eta))."""
@@ -188,11 +198,16 @@ class KL(Regularizer):
     def slope(self, t: Tensor) -> Tensor:
         return t.exp()
 
+    def inverse(self, log_ratio: Tensor) -> Tensor:
+        return log_ratio
+
     def weights(self, t: Tensor, log_prior: Tensor | None) -> Tensor:
         # In one exponential: a tiny prior may meet a huge exp(t).
         return t.exp() if log_prior is None else (t + log_prior).exp()
 
-    weight_slopes = weights
+    def weights_and_slopes(self, t: Tensor, log_prior: Tensor | None) -> tuple[Tensor, Tensor]:
+        weights = self.weights(t, log_prior)
+        return weights, weights
 
 
 class Tsallis(Regularizer):
@@ -207,22 +222,48 @@ class Tsallis(Regularizer):
 
     @property
     def origin(self) -> Scalar:
-        # t is measured from f'(1) = 1/(alpha - 1); then link(t) -> exp(t) as alpha -> 1, with nothing cancelling.
-        return 1 / (self.alpha - 1)
+        # Near alpha = 1, t is measured from f'(1) = 1/(alpha - 1): then link(t) -> exp(t), with nothing cancelling.
+        return 1 / (self.alpha - 1) if self._centred else 0.0
+
+    @property
+    def _centred(self) -> bool:
+        return isinstance(self.alpha, Tensor) or self.alpha < 1.25
+
+    @property
+    def power(self) -> Scalar:
+        return self.alpha - 1
 
     def f(self, ratio: Tensor) -> Tensor:
         return ratio**self.alpha / (self.alpha * (self.alpha - 1))
 
+    def _is(self, alpha: float) -> bool:
+        return not isinstance(self.alpha, Tensor) and self.alpha == alpha
+
     def _log_ratio(self, t: Tensor) -> tuple[Tensor, Tensor]:
         base = (self.alpha - 1) * t
-        inside = base > -1
-        return inside, torch.where(inside, base, 0.0).log1p() / (self.alpha - 1)
+        if self._centred:
+            inside = base > -1
+            return inside, torch.where(inside, base, 0.0).log1p() / (self.alpha - 1)
+        inside = base > 0
+        return inside, torch.where(inside, base, 1.0).log() / (self.alpha - 1)
+
+    def inverse(self, log_ratio: Tensor) -> Tensor:
+        power = self.alpha - 1
+        return (torch.expm1 if self._centred else torch.exp)(power * log_ratio) / power
 
     def link(self, t: Tensor) -> Tensor:
+        if self._is(2.0):
+            return t.relu()
+        if self._is(1.5):
+            return (t / 2).relu().square()
         inside, log_ratio = self._log_ratio(t)
         return torch.where(inside, log_ratio.exp(), 0.0)
 
     def slope(self, t: Tensor) -> Tensor:
+        if self._is(2.0):
+            return (t > 0).to(t.dtype)
+        if self._is(1.5):
+            return (t / 2).relu()
         inside, log_ratio = self._log_ratio(t)
         return torch.where(inside, ((2 - self.alpha) * log_ratio).exp(), 0.0)
 
@@ -258,9 +299,9 @@ class FDivergence(Regularizer):
     f enters values and certificates. All three map a tensor to a tensor of the same shape, element by element.
     """
 
-    divergence: Callable[[Tensor], Tensor]
-    inverse: Callable[[Tensor], Tensor]
-    derivative: Callable[[Tensor], Tensor]
+    user_f: Callable[[Tensor], Tensor]
+    user_link: Callable[[Tensor], Tensor]
+    user_slope: Callable[[Tensor], Tensor]
     lower: float = -math.inf
 
     def __init__(
@@ -275,7 +316,7 @@ class FDivergence(Regularizer):
                 raise TypeError(f"FDivergence({name}): expected a callable, got {describe(value)}")
         if isinstance(lower, bool) or not isinstance(lower, int | float) or math.isnan(lower) or lower == math.inf:
             raise ValueError(f"FDivergence(lower): expected a number below inf, got {describe(lower)}")
-        for name, value in (("divergence", f), ("inverse", link), ("derivative", slope), ("lower", float(lower))):
+        for name, value in (("user_f", f), ("user_link", link), ("user_slope", slope), ("lower", float(lower))):
             object.__setattr__(self, name, value)
         self._declare()
 
@@ -284,7 +325,7 @@ class FDivergence(Regularizer):
         _DECLARED[self.family] = self
 
     def f(self, ratio: Tensor) -> Tensor:
-        return self.divergence(ratio)
+        return self.user_f(ratio)
 
     def link(self, t: Tensor) -> Tensor:
         inside = t > self.lower
@@ -292,7 +333,7 @@ class FDivergence(Regularizer):
 
     def slope(self, t: Tensor) -> Tensor:
         inside = t > self.lower
-        return torch.where(inside, self.derivative(torch.where(inside, t, self._inside)), 0.0)
+        return torch.where(inside, self.user_slope(torch.where(inside, t, self._inside)), 0.0)
 
     @property
     def _inside(self) -> float:
@@ -307,7 +348,7 @@ class _Linked(torch.autograd.Function):
 
     @staticmethod
     def forward(divergence: FDivergence, t: Tensor) -> Tensor:
-        return divergence.inverse(t)
+        return divergence.user_link(t)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -317,11 +358,11 @@ class _Linked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:  # type: ignore[override]
-        return None, grad * ctx.divergence.derivative(ctx.saved_tensors[0])
+        return None, grad * ctx.divergence.user_slope(ctx.saved_tensors[0])
 
     @staticmethod
     def jvp(ctx: Any, _: None, tangent: Tensor) -> Tensor:  # type: ignore[override]
-        return tangent * ctx.divergence.derivative(ctx.saved_tensors[0])
+        return tangent * ctx.divergence.user_slope(ctx.saved_tensors[0])
 
 
 # --- marginals --------------------------------------------------------------------------------------------------------

@@ -107,6 +107,7 @@ class Solution:
     scores: Tensor  # [B, H, Tq, Tk]
     weights: Tensor  # [B, H, Tq, Tk], before dropout
     dual: Tensor  # [B, H, Tq, 1], lambda
+    offset: Tensor  # [B, H, Tq, 1], the solver's own coordinate of lambda
     log_prior: Tensor | None  # broadcasts to [B, H, Tq, Tk]
     admissible: Tensor | None  # broadcasts to [B, H, Tq, Tk]
     null: Tensor | None  # [B, H, Tq, 1], weight of the null key

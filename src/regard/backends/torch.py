@@ -23,6 +23,7 @@ from ..form import Form, output_shapes
 from ..problem import Regularizer, Scalar
 from ..statistics import DIFFERENTIABLE, STATISTICS, Solution
 
+SAVED = ("offset",)  # what backward wants from forward besides the caller's statistics
 BLOCK = 2**21  # weights alive at once (in a handful of buffers): 8 MiB each in float32
 
 
@@ -36,15 +37,23 @@ def unsupported(form: Form, names: tuple[str, ...]) -> str | None:
 
 @dataclass
 class Balance:
-    """One row equation per query: what the keys (and the null key) take at price mu = lambda + tau * origin."""
+    """One equation per row: what the keys (and the null key) take at a price mu = lambda + tau * origin must be the mass.
+
+    Scores and prices are measured from `anchor`, the score of the row's best key: differences there lose no digits.
+    """
 
     scores: Tensor  # [B, H, Tq, Tk]
+    anchor: Tensor  # [B, H, Tq, 1]
     log_prior: Tensor | None
     admissible: Tensor | None
     temperature: Scalar
     level: Scalar
     regularizer: Regularizer
     form: Form
+
+    @property
+    def origin(self) -> Scalar:
+        return self.temperature * self.regularizer.origin
 
     def detached(self) -> Balance:
         def detach(x: Scalar) -> Scalar:
@@ -59,48 +68,44 @@ class Balance:
             regularizer=replace(self.form, alpha=detach(self.form.alpha)).regularizer,
         )
 
-    def price(self, base: Tensor, step: Scalar) -> Tensor:
-        """t = (s - mu)/tau, mu = base + step, for each key; 0 where the key is not admissible."""
-        t = (self.scores - base - step) / self.temperature
-        return t if self.admissible is None else torch.where(self.admissible, t, 0.0)
+    def price(self, scores: Tensor, mu: Tensor) -> Tensor:
+        """t = (s - mu)/tau."""
+        t = scores - mu
+        return t / self.temperature if isinstance(self.temperature, Tensor) or self.temperature != 1 else t
 
-    def weights(self, base: Tensor, step: Scalar) -> Tensor:
-        p = self.regularizer.weights(self.price(base, step), self.log_prior)
-        return p if self.admissible is None else torch.where(self.admissible, p, 0.0)
+    def masked(self, x: Tensor, other: float) -> Tensor:
+        return x if self.admissible is None else torch.where(self.admissible, x, other)
 
-    def null(self, base: Tensor, step: Scalar) -> Tensor | None:
+    def weights(self, mu: Tensor) -> Tensor:
+        return self.masked(self.regularizer.weights(self.price(self.scores, mu), self.log_prior), 0.0)
+
+    def null(self, mu: Tensor) -> Tensor | None:
         """The null key's weight: it has the prior 1."""
         if self.form.marginal != "sink":
             return None
-        return self.regularizer.link((self.level - base - step) / self.temperature)
+        return self.regularizer.link(self.price(self.level - self.anchor, mu))
 
-    def sides(self, base: Tensor, step: Scalar) -> tuple[Tensor, Tensor, Tensor]:
+    def sides(self, mu: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Mass taken, mass to be taken, and sum(w) + kappa, each [B, H, Tq, 1]."""
-        t = self.price(base, step)
-        p = self.regularizer.weights(t, self.log_prior)
-        w = self.regularizer.weight_slopes(t, self.log_prior)
-        if self.admissible is not None:
-            p, w = torch.where(self.admissible, p, 0.0), torch.where(self.admissible, w, 0.0)
-        taken, slope = p.sum(-1, keepdim=True), w.sum(-1, keepdim=True)
+        p, w = self.regularizer.weights_and_slopes(self.price(self.scores, mu), self.log_prior)
+        taken, slope = self.masked(p, 0.0).sum(-1, keepdim=True), self.masked(w, 0.0).sum(-1, keepdim=True)
         target = torch.full_like(taken, self.form.mass)
         if self.form.marginal == "sink":
-            t = (self.level - base - step) / self.temperature
+            t = self.price(self.level - self.anchor, mu)
             taken, slope = taken + self.regularizer.link(t), slope + self.regularizer.slope(t)
         elif self.form.marginal == "relax":
-            dual = base + step - self.temperature * self.regularizer.origin
-            target = (dual / self.level).exp()
+            target = ((self.anchor + mu - self.origin) / self.level).exp()
             slope = slope + self.temperature * target / self.level
         return taken, target, slope
 
-    def top(self) -> Tensor:
-        """The largest score of each row, the null key's included; -inf in a row without keys."""
-        scores = self.scores if self.admissible is None else torch.where(self.admissible, self.scores, -math.inf)
-        top = scores.amax(-1, keepdim=True)
-        return torch.clamp(top, min=self.level) if self.form.marginal == "sink" else top
+    def prior_mass(self) -> Tensor:
+        prior = torch.ones_like(self.scores) if self.log_prior is None else self.log_prior.exp().expand_as(self.scores)
+        return self.masked(prior, 0.0)
 
 
-def solve_rows(form: Form, scores: Tensor, dual: Tensor | None = None, order: int = 1) -> Solution:
-    """The optimal rows for these scores. A known dual saves the search; `order` (1 or 2) derivatives are exact."""
+def solve_rows(form: Form, scores: Tensor, offset: Tensor | None = None, order: int = 1) -> Solution:
+    """The optimal rows for these scores. A known offset (mu from the anchor) saves the search; as many derivatives as
+    `order` (1 or 2) are exact."""
     B, H, Tq, Tk = scores.shape
     device = scores.device
     admissible = form.admissible(Tq, Tk, device)
@@ -108,102 +113,115 @@ def solve_rows(form: Form, scores: Tensor, dual: Tensor | None = None, order: in
     if Tk == 0:  # as one key that is not admissible: no special case below
         scores, log_prior = scores.new_zeros(B, H, Tq, 1), None
         admissible = torch.zeros(1, dtype=torch.bool, device=device)
-    if admissible is not None:
-        scores = torch.where(admissible, scores, 0.0)
-        log_prior = None if log_prior is None else torch.where(admissible, log_prior, 0.0)
-
+    if admissible is not None and log_prior is not None:
+        log_prior = torch.where(admissible, log_prior, 0.0)
     temperature, hard = form.temperature, None
     if form.hard:
         hard = torch.as_tensor(temperature, dtype=scores.dtype, device=device) == 0
         temperature = torch.where(hard, 1.0, temperature)
-    rows = Balance(scores, log_prior, admissible, temperature, form.level, form.regularizer, form)
+
+    no_anchor = scores.new_zeros(B, H, Tq, 1)
+    rows = Balance(scores, no_anchor, log_prior, admissible, temperature, form.level, form.regularizer, form)
+    anchor, first_price = _anchor(rows.detached())
+    full = _full_rows(rows.detached())
+    idle = anchor == -math.inf if full is None else (anchor == -math.inf) | full  # no price makes a difference
+    rows.anchor = torch.where(idle, 0.0, anchor)
+    rows.scores = scores - rows.anchor
     fixed = rows.detached()
-    origin = rows.temperature * rows.regularizer.origin
-    top = fixed.top()
-    full = _full_rows(fixed)
-    idle = top == -math.inf if full is None else (top == -math.inf) | full  # no price makes a difference
 
-    step: Scalar = 0.0
     if form.marginal == "free":
-        base = torch.zeros_like(top) - form.level + origin
-        result = base - origin
+        mu = rows.origin - form.level - rows.anchor
+    elif offset is not None:
+        mu = offset
     else:
-        if dual is not None:
-            base = dual + fixed.temperature * fixed.regularizer.origin
-        else:
-            base = _closed_form(fixed, top) if form.family == "kl" else _search(fixed, top, idle)
-        base = torch.where(idle, 0.0, base)
-        for _ in range(order):
-            taken, target, slope = rows.sides(base, step)
-            slope = slope.detach() if order == 1 else slope  # it multiplies taken - target = 0
-            moves = (slope > 0) & ~idle
-            step = step + torch.where(moves, rows.temperature * (taken - target) / torch.where(moves, slope, 1.0), 0.0)
-        result = torch.where(idle, -math.inf, base + step - origin)
+        mu = _closed_form(fixed) if form.family == "kl" else _search(fixed, first_price - anchor, idle)
+        mu = torch.where(idle, 0.0, mu)
+    if admissible is not None:  # where a key is not admissible t = 0: no infinity may enter a derivative there
+        rows.scores = torch.where(admissible, rows.scores, mu.detach())
+    start = mu.detach()
+    for _ in range(order if form.marginal != "free" else 0):
+        taken, target, slope = rows.sides(mu)
+        slope = slope.detach() if order == 1 else slope  # it multiplies taken - target = 0
+        moves = (slope > 0) & ~idle
+        mu = mu + torch.where(moves, rows.temperature * (taken - target) / torch.where(moves, slope, 1.0), 0.0)
 
-    p, null = rows.weights(base, step), rows.null(base, step)
+    p, null = rows.weights(mu), rows.null(mu)
+    dual = rows.anchor + mu - rows.origin
+    if form.marginal != "free":
+        dual = torch.where(idle, -math.inf, dual)
     if full is not None:
-        prior = torch.ones_like(p) if log_prior is None else log_prior.exp().expand_as(p)
-        p = torch.where(full, prior if admissible is None else torch.where(admissible, prior, 0.0), p)
-    if hard is not None:
-        p, null, result = _hard_rows(rows, hard, top, p, null, result)
-    return Solution(form, rows.regularizer, temperature, scores, p, result, log_prior, admissible, null)
+        p = torch.where(full, rows.prior_mass(), p)
+    scores = scores if admissible is None else torch.where(admissible, scores, 0.0)
+    solution = Solution(form, rows.regularizer, temperature, scores, p, dual, start, log_prior, admissible, null)
+    return solution if hard is None else _hard_rows(solution, hard)
+
+
+def _anchor(rows: Balance) -> tuple[Tensor, Tensor]:
+    """The score of each row's best key (-inf if there is none), and the price at which it alone would take the mass."""
+    log_mass = torch.full((), math.log(rows.form.mass), dtype=rows.scores.dtype, device=rows.scores.device)
+    alone = rows.temperature * rows.regularizer.inverse(log_mass)
+    if rows.log_prior is None:
+        anchor = rows.masked(rows.scores, -math.inf).amax(-1, keepdim=True)
+        price = anchor - alone
+    else:
+        prices = rows.scores - rows.temperature * rows.regularizer.inverse(log_mass - rows.log_prior)
+        price, best = rows.masked(prices, -math.inf).max(-1, keepdim=True)
+        anchor = torch.where(price == -math.inf, -math.inf, rows.scores.gather(-1, best))
+    if rows.form.marginal == "sink":
+        null_price = rows.level - alone + torch.zeros_like(price)
+        anchor = torch.where(null_price > price, rows.level, anchor)
+        price = torch.maximum(price, null_price)
+    return anchor, price
 
 
 def _full_rows(rows: Balance) -> Tensor | None:
     """Rows whose keys cannot take more than the mass (Fermi-Dirac, early causal rows): there p = pi."""
     if rows.regularizer.ceiling == math.inf or rows.form.marginal != "rows":
         return None
-    prior = torch.ones_like(rows.scores) if rows.log_prior is None else rows.log_prior.exp().expand_as(rows.scores)
-    if rows.admissible is not None:
-        prior = torch.where(rows.admissible, prior, 0.0)
-    return prior.sum(-1, keepdim=True) * rows.regularizer.ceiling <= rows.form.mass
+    return rows.prior_mass().sum(-1, keepdim=True) * rows.regularizer.ceiling <= rows.form.mass
 
 
-def _closed_form(rows: Balance, top: Tensor) -> Tensor:
-    """lambda for KL."""
-    top = torch.where(top == -math.inf, 0.0, top)
-    x = (rows.scores - top) / rows.temperature
+def _closed_form(rows: Balance) -> Tensor:
+    """mu for KL."""
+    x = rows.scores / rows.temperature
     if rows.log_prior is not None:
         x = x + rows.log_prior
-    if rows.admissible is not None:
-        x = torch.where(rows.admissible, x, -math.inf)
-    lse = x.logsumexp(-1, keepdim=True)
+    lse = rows.masked(x, -math.inf).logsumexp(-1, keepdim=True)
     if rows.form.marginal == "sink":
-        lse = torch.logaddexp(lse, (rows.level - top) / rows.temperature)
-    potential = top + rows.temperature * (lse - math.log(rows.form.mass))
+        lse = torch.logaddexp(lse, (rows.level - rows.anchor) / rows.temperature)
+    mu = rows.temperature * (lse - math.log(rows.form.mass))
     if rows.form.marginal == "relax":
-        return potential * (rows.level / (rows.temperature + rows.level))
-    return potential
+        return (rows.anchor + mu) * (rows.level / (rows.temperature + rows.level)) - rows.anchor
+    return mu
 
 
-def _search(rows: Balance, top: Tensor, idle: Tensor) -> Tensor:
-    """mu for any link: bracket the root by doubling, then Newton on log(taken/target), with bisection as a net."""
-    start = torch.where(idle, 0.0, top)
-    low, high = start, start
-    if rows.form.marginal == "relax":  # the root lies between 0 and the root of the rows
-        low, high = start.clamp(max=0), start.clamp(min=0)
-    width = torch.zeros_like(start) + rows.temperature
-    for _ in range(128):
-        taken, target, _ = rows.sides(low, 0.0)
-        too_high = (taken < target) & ~idle
-        taken, target, _ = rows.sides(high, 0.0)
-        too_low = (taken > target) & ~idle
-        if _settled(~(too_high | too_low)):
-            break
-        low = torch.where(too_high, low - width, low)
-        high = torch.where(too_low, high + width, high)
-        width = width * 2
-
-    mu = low
-    epsilon = 2 * torch.finfo(start.dtype).eps
-    for iteration in range(100):
-        taken, target, slope = rows.sides(mu, 0.0)
+def _search(rows: Balance, start: Tensor, idle: Tensor) -> Tensor:
+    """mu for any link: Newton on a power of taken/target in which the equation is nearly straight, inside a bracket that
+    grows where it is open and is halved where Newton leaves it."""
+    tau, eps = rows.temperature, torch.finfo(start.dtype).eps
+    gamma = 0.0 if rows.form.marginal == "relax" else rows.regularizer.power
+    mu = torch.where(idle, 0.0, start)
+    low, high = torch.full_like(mu, -math.inf), torch.full_like(mu, math.inf)
+    width = torch.zeros_like(mu) + 16 * tau
+    for iteration in range(200):
+        taken, target, slope = rows.sides(mu)
         low, high = torch.where(taken >= target, mu, low), torch.where(taken <= target, mu, high)
-        newton = mu + rows.temperature * (taken / target).log() * taken / slope
-        inside = (newton > low) & (newton < high) if iteration < 30 or iteration % 2 else torch.zeros_like(idle)
-        following = torch.where(inside, newton, (low + high) / 2)
-        done = idle | (taken == target) | ((following - mu).abs() <= epsilon * (mu.abs() + rows.temperature))
-        mu = torch.where(done, mu, following)
+        ratio = taken / target
+        if rows.form.marginal == "relax":
+            slope = slope + tau * (taken - target) / rows.level  # of the ratio's logarithm, whose target moves too
+        straight = ratio.log() if isinstance(gamma, float) and gamma == 0 else (ratio**gamma - 1) / gamma
+        newton = mu + tau * straight * ratio ** (1 - gamma) * target / slope
+        bracketed = low.isfinite() & high.isfinite()
+        farthest = torch.where(taken > target, torch.minimum(high, mu + width), torch.maximum(low, mu - width))
+        inside = (newton - mu).abs() < (farthest - mu).abs()  # false for NaN
+        if iteration >= 30 and iteration % 2:
+            inside = inside & ~bracketed
+        following = torch.where(inside, newton, torch.where(bracketed, (low + high) / 2, farthest))
+        width = torch.where(inside | bracketed, width, 4 * width)
+        # A step this small squares the error, and the step in solve_rows does so again.
+        done = inside & ((following - mu).abs() <= eps**0.75 * tau) & ((ratio - 1).abs() < 0.01)
+        done = idle | done | (taken == target) | (high - low <= 2 * eps * mu.abs())
+        mu = torch.where(idle | (taken == target), mu, following)
         if _settled(done):
             break
     return mu
@@ -217,24 +235,23 @@ def _settled(rows: Tensor) -> bool:
         return False
 
 
-def _hard_rows(
-    rows: Balance, hard: Tensor, top: Tensor, p: Tensor, null: Tensor | None, dual: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor]:
+def _hard_rows(rows: Solution, hard: Tensor) -> Solution:
     """At temperature 0 the best keys share the mass equally."""
-    best = rows.scores == top
-    if rows.admissible is not None:
-        best = best & rows.admissible
-    null_best = None if null is None else torch.as_tensor(rows.level, dtype=p.dtype, device=p.device) == top
-    count = best.sum(-1, keepdim=True) + (0 if null_best is None else null_best.to(p.dtype))
+    scores, level = rows.scores.detach(), rows.null_score.detach()
+    top = rows.where_admissible(scores, -math.inf).amax(-1, keepdim=True)
+    if rows.null is not None:
+        top = torch.maximum(top, level)
+    best = rows.where_admissible((scores == top).to(scores.dtype), 0.0)
+    count = best.sum(-1, keepdim=True)
     mass = torch.full_like(top, rows.form.mass)
-    if rows.form.marginal == "relax":
-        level = torch.as_tensor(rows.level, dtype=p.dtype, device=p.device)
+    if rows.null is not None:
+        count = count + (level == top)
+    elif rows.form.marginal == "relax":
         mass = torch.where(hard, top / level, 0.0).exp()
     share = mass / count.clamp(min=1)
-    p = torch.where(hard, best * share, p)
-    if null is not None and null_best is not None:
-        null = torch.where(hard, null_best * share, null)
-    return p, null, torch.where(hard, top, dual)
+    null = None if rows.null is None else torch.where(hard, (level == top) * share, rows.null)
+    weights = torch.where(hard, best * share, rows.weights)
+    return replace(rows, weights=weights, null=null, dual=torch.where(hard, top, rows.dual))
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -263,10 +280,10 @@ def scores_of(form: Form) -> tuple[Tensor, Tensor]:
     return scores, value
 
 
-def attend(form: Form, names: tuple[str, ...], dual: Tensor | None = None, order: int = 1) -> dict[str, Tensor]:
+def attend(form: Form, names: tuple[str, ...], offset: Tensor | None = None, order: int = 1) -> dict[str, Tensor]:
     """Output and statistics of a whole form, densely: differentiable, and all of the plan in memory."""
     scores, value = scores_of(form)
-    rows = solve_rows(form, scores, dual, order)
+    rows = solve_rows(form, scores, offset, order)
     results = {}
     if "out" in names or "value_spread" in names:
         rows.values, rows.output = value, _transport(rows.weights, value)
@@ -275,6 +292,8 @@ def attend(form: Form, names: tuple[str, ...], dual: Tensor | None = None, order
             results[name] = rows.output if form.dropout_key is None else _transport(_dropped(rows), value)
         elif name == "key_mass":
             results[name] = STATISTICS[name](rows)[..., : value.shape[2]]
+        elif name == "offset":
+            results[name] = rows.offset.squeeze(-1)
         elif name == "weights":
             results[name] = rows.weights[..., : value.shape[2]]
         else:
@@ -314,19 +333,32 @@ def blocks(form: Form) -> Iterator[tuple[slice, slice, slice, slice]]:
                 yield slice(b, min(B, b + batch)), slice(h, min(H, h + heads)), rows, form.key_range(rows)
 
 
-def forward(form: Form, names: tuple[str, ...], order: int = 1) -> dict[str, Tensor]:
-    """Output and statistics, block by block; `order` derivatives may be taken of the result."""
-    B, H, Tq, Tk = form.shape
+def forward(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """Output and statistics, block by block, with nothing recorded for a gradient."""
     assert form.query is not None
+    results = {n: form.query.new_zeros(s, dtype=form.dtype) for n, s in output_shapes(form, names).items()}
+    with torch.no_grad(), _full_precision(form):
+        for b, h, i, j in blocks(form):
+            for name, part in attend(form.cut(b, h, i, j), names).items():
+                if name == "key_mass":
+                    results[name][b, h, j] += part
+                else:
+                    results[name][b, h, i] = part
+    return results
+
+
+def differentiable(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """The same as plain operations that autograd, forward mode and vmap see through; right up to third derivatives."""
+    B, H, Tq, Tk = form.shape
     if 0 in (B, H, Tq):
-        return {n: form.query.new_zeros(s, dtype=form.dtype) for n, s in output_shapes(form, names).items()}
-    # Nested lists of blocks are concatenated from the inside out (writing into a buffer would break transforms).
+        return forward(form, names)
+    # Nested lists of blocks are joined from the inside out: writing into a buffer would break transforms.
     batches: list[dict[str, Tensor]] = []
     heads: list[dict[str, Tensor]] = []
     parts: list[dict[str, Tensor]] = []
     with _full_precision(form):
         for b, h, i, j in blocks(form):
-            part = attend(form.cut(b, h, i, j), names, order=order)
+            part = attend(form.cut(b, h, i, j), names, order=2)
             if "key_mass" in part:
                 part["key_mass"] = torch.nn.functional.pad(part["key_mass"], (j.start, Tk - j.stop))
             parts.append(part)
@@ -340,8 +372,6 @@ def forward(form: Form, names: tuple[str, ...], order: int = 1) -> dict[str, Ten
 
 
 def _join(parts: list[dict[str, Tensor]], dim: int) -> dict[str, Tensor]:
-    if len(parts) == 1:
-        return parts[0]
     joined = {}
     for name in parts[0]:
         pieces = [part[name] for part in parts]
@@ -353,7 +383,7 @@ def _join(parts: list[dict[str, Tensor]], dim: int) -> dict[str, Tensor]:
 def backward(
     form: Form, needed: tuple[str, ...], outputs: dict[str, Tensor], grads: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Gradients of the needed slots, from the forward's outputs (`dual` among them) and the gradients of some of them."""
+    """Gradients of the needed slots, from the forward's outputs (SAVED among them) and the gradients of some of them."""
     tensors = form.tensors()
     totals = {name: torch.zeros_like(tensors[name], dtype=form.dtype) for name in needed}
     names = tuple(name for name in DIFFERENTIABLE if name in grads)
@@ -361,8 +391,8 @@ def backward(
         for where in blocks(form):
             block = form.cut(*where)
             leaves = {n: t.detach().to(form.dtype).requires_grad_() for n, t in block.tensors().items() if n in needed}
-            dual = form.cut_slot("dual", outputs["dual"][..., None], *where).detach()
-            results = attend(block.with_tensors(leaves), names, dual)
+            offset = outputs["offset"][where[:3]].detach()[..., None]
+            results = attend(block.with_tensors(leaves), names, offset)
             incoming = [grads[n][where[:3]].to(form.dtype) for n in names]
             found = torch.autograd.grad([results[n] for n in names], list(leaves.values()), incoming, allow_unused=True)
             for name, grad in zip(leaves, found, strict=True):
