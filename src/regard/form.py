@@ -1,4 +1,4 @@
-"""The normal form: `lower` checks what the user wrote and brings it to one flat list of fields that every backend reads.
+"""The normal form: `lower` checks what the user wrote and brings it to one flat list of fields for every backend.
 
 Shape letters, here and everywhere: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D, Dv head sizes.
 Every tensor but key and value broadcasts to [B, H, Tq, Tk]: so one rule cuts a block out of a problem (`Form.cut`),
@@ -9,12 +9,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from .checks import (
+    broadcastable,
+    check_device,
+    check_tensors,
+    check_values,
+    concrete,
+    default_scale,
+    fold,
+    leading_shape,
+    may_be_zero,
+    number,
+    row_parameter,
+)
+from .parts import describe
 from .problem import (
     ALiBi,
     Bias,
@@ -28,7 +41,6 @@ from .problem import (
     Transport,
     Tsallis,
     Window,
-    describe,
     regularizer_of,
 )
 
@@ -36,7 +48,7 @@ from .problem import (
 @dataclass(eq=False)
 class Form:
     """A one-sided attention problem, lowered. Optional parts are None, lists empty; a Scalar is a number or a tensor
-    [B|1, H|1, Tq|1, 1]. Fields are numbers, strings and tensors only: `ops` derives the operator's schema from them."""
+    [B|1, H|1, Tq|1, 1]. All fields but the last are numbers, strings, tensors: `ops` derives its schema from them."""
 
     query: Tensor | None = None  # [B, H, Tq, D]
     key: Tensor | None = None  # [B, Hkv, Tk, D]
@@ -74,6 +86,8 @@ class Form:
     first_query: int = 0
     first_key: int = 0
 
+    declared: Regularizer | None = None  # keeps a user's own regulariser alive; `family` names it
+
     @property
     def regularizer(self) -> Regularizer:
         return regularizer_of(self.family, self.alpha)
@@ -82,7 +96,8 @@ class Form:
     def shape(self) -> tuple[int, int, int, int]:
         """B, H, Tq, Tk."""
         assert self.query is not None and self.key is not None
-        return (*self.query.shape[:3], self.key.shape[2])
+        B, H, Tq, _ = self.query.shape
+        return B, H, Tq, self.key.shape[2]
 
     @property
     def group(self) -> int:
@@ -235,27 +250,27 @@ def lower(
     softcap: float | None = None,
 ) -> Form:
     """Check the arguments of `attention` and bring them to normal form."""
-    _check_tensors(query, key, value)
-    lead = _leading_shape(query, key, value, enable_gqa)
-    query, key, value = _fold(query, lead, lead[-1]), _fold(key, lead), _fold(value, lead)
+    check_tensors(query, key, value)
+    lead = leading_shape(query, key, value, enable_gqa)
+    query, key, value = fold(query, lead, lead[-1]), fold(key, lead), fold(value, lead)
     B, H, Tq, D = query.shape
     Tk = key.shape[2]
     form = lower_problem(problem, lead, Tq, Tk, compute_dtype(query.dtype), query.device, is_causal)
     form.query, form.key, form.value = query, key, value
-    form.scale = _number("scale", scale, "a finite number", math.isfinite) if scale is not None else _default_scale(D)
+    form.scale = number("scale", scale, "a finite number", math.isfinite) if scale is not None else default_scale(D)
     if softcap is not None:
-        form.softcap = _number("softcap", softcap, "a positive, finite number", lambda x: 0 < x < math.inf)
+        form.softcap = number("softcap", softcap, "a positive, finite number", lambda x: 0 < x < math.inf)
     if attn_mask is not None:
         if not isinstance(attn_mask, Tensor):
             raise TypeError(f"attn_mask: expected a tensor, got {describe(attn_mask)}")
         if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
             raise TypeError(f"attn_mask: expected a bool or floating-point tensor, got {describe(attn_mask)}")
-        mask = _broadcastable("attn_mask", attn_mask, lead, Tq, Tk, query.device)
+        mask = broadcastable("attn_mask", attn_mask, lead, Tq, Tk, query.device)
         if mask.dtype == torch.bool:
             form.mask = mask
         else:
             form.score_bias = mask
-    form.dropout_p = _number("dropout_p", dropout_p, "a probability in [0, 1]", lambda p: 0 <= p <= 1)
+    form.dropout_p = number("dropout_p", dropout_p, "a probability in [0, 1]", lambda p: 0 <= p <= 1)
     if form.dropout_p > 0:
         seed = torch.randint(2**62, (1, 1, 1, 1), device=query.device)
         form.dropout_key = dropout_keys(seed, B, H)
@@ -282,29 +297,29 @@ def lower_problem(
     B, H = math.prod(lead[:-1]), lead[-1]
 
     def row(name: str, value: Scalar, per_head: bool = True) -> Scalar:
-        return _row_parameter(name, value, B, H, Tq, dtype, device, per_head)
+        return row_parameter(name, value, B, H, Tq, dtype, device, per_head)
 
     regularizer, marginal = problem.regularizer, problem.marginal
     assert regularizer is not None
-    form.family = regularizer.family
+    form.family, form.declared = regularizer.family, regularizer
     if isinstance(regularizer, Tsallis):
         form.alpha = row("Tsallis(alpha)", regularizer.alpha)
-        _check_values("Tsallis(alpha)", form.alpha, "alpha > 1", lambda a: a > 1)
+        check_values("Tsallis(alpha)", form.alpha, "alpha > 1", lambda a: a > 1)
     if isinstance(marginal, Rows):
         form.mass = float(marginal.mass)
         if marginal.sink is not None:
             form.marginal, form.level = "sink", row("Rows(sink)", marginal.sink)
         elif marginal.relax is not None:
             form.marginal, form.level = "relax", row("Rows(relax)", marginal.relax)
-            _check_values("Rows(relax)", form.level, "relax > 0", lambda rho: rho > 0)
+            check_values("Rows(relax)", form.level, "relax > 0", lambda rho: rho > 0)
     elif isinstance(marginal, Free):
         form.marginal, form.level = "free", row("Free(offset)", marginal.offset)
     else:
         raise NotImplementedError(f"problem: no solver for the marginal {marginal!r}")
 
     form.temperature = row("temperature", problem.temperature, per_head=False)
-    _check_values("temperature", form.temperature, "temperature >= 0", lambda tau: tau >= 0)
-    form.hard = _may_be_zero(form.temperature)
+    check_values("temperature", form.temperature, "temperature >= 0", lambda tau: tau >= 0)
+    form.hard = may_be_zero(form.temperature)
     if known_hard(form) and (form.marginal == "free" or (regularizer.ceiling < math.inf and form.mass != 1)):
         raise ValueError(f"temperature: 0 (hard routing) has no meaning for {problem!r}; expected temperature > 0")
     _lower_prior(form, problem.prior, lead, Tq, Tk, dtype, device, is_causal)
@@ -352,11 +367,11 @@ def _lower_prior(
                 slopes = torch.full((1,), float(slopes), dtype=dtype, device=device)
             if slopes.numel() != 1 and slopes.numel() != H:
                 raise ValueError(f"ALiBi(slopes): expected a number or shape [H={H}], got {list(slopes.shape)}")
-            slopes = _row_parameter("ALiBi(slopes)", slopes.reshape(-1), B, H, Tq, dtype, device, True)
+            slopes = row_parameter("ALiBi(slopes)", slopes.reshape(-1), B, H, Tq, dtype, device, True)
             assert isinstance(slopes, Tensor)
             form.slopes = slopes if form.slopes is None else form.slopes + slopes
         elif isinstance(factor, Bias):
-            form.log_priors.append(_broadcastable("Bias(log_prior)", factor.log_prior, lead, Tq, Tk, device))
+            form.log_priors.append(broadcastable("Bias(log_prior)", factor.log_prior, lead, Tq, Tk, device))
         elif isinstance(factor, Documents):
             _lower_documents(form, factor, B, Tq, Tk, device)
         else:
@@ -372,7 +387,7 @@ def _lower_documents(form: Form, documents: Documents, B: int, Tq: int, Tk: int,
             ids = documents.query_ids
         if ids.shape[-1] != T or (ids.dim() == 2 and ids.shape[0] != 1 and ids.shape[0] != B):
             raise ValueError(f"Documents({name}): expected shape [{T}] or [{B}, {T}], got {list(ids.shape)}")
-        _check_device(f"Documents({name})", ids, device)
+        check_device(f"Documents({name})", ids, device)
         sides.append(ids.view(-1, T).long())
     queries, keys = sides[0][:, None, :, None], sides[1][:, None, None, :]
     if form.query_ids is not None and form.key_ids is not None and Tq > 0 and Tk > 0:
@@ -383,142 +398,6 @@ def _lower_documents(form: Form, documents: Documents, B: int, Tq: int, Tk: int,
     form.query_ids, form.key_ids = queries, keys
 
 
-# --- checks -----------------------------------------------------------------------------------------------------------
-
-
-def concrete(tensor: object) -> bool:
-    """Whether a tensor's values may be looked at: not while compiling, under a transform, or on fake tensors."""
-    return (
-        not torch.compiler.is_compiling()
-        and (type(tensor) is Tensor or isinstance(tensor, torch.nn.Parameter))
-        and not tensor.is_meta
-        and not torch._C._are_functorch_transforms_active()
-    )
-
-
-def _check_values(name: str, value: Scalar, expected: str, valid: Callable[[Tensor], Tensor]) -> None:
-    if isinstance(value, Tensor) and concrete(value):
-        good = valid(value)  # NaN fails every comparison
-        if not bool(good.all()):
-            raise ValueError(f"{name}: expected {expected}, got {value.detach()[~good][0].item()}")
-
-
-def _may_be_zero(temperature: Scalar) -> bool:
-    if not isinstance(temperature, Tensor):
-        return temperature == 0
-    return not concrete(temperature) or bool((temperature == 0).any())
-
-
 def known_hard(form: Form) -> bool:
     """Some row is known to have temperature 0 (a traced temperature is not known)."""
     return form.hard and (not isinstance(form.temperature, Tensor) or concrete(form.temperature))
-
-
-def _number(name: str, value: object, expected: str, valid: Callable[[float], bool]) -> float:
-    if isinstance(value, torch.SymFloat | torch.SymInt):
-        return value  # type: ignore[return-value]
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}: expected a number, got {describe(value)}")
-    if not valid(value):
-        raise ValueError(f"{name}: expected {expected}, got {value!r}")
-    return float(value)
-
-
-def _default_scale(D: int) -> float:
-    return 1 / math.sqrt(D) if D else 1.0
-
-
-def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        raise ValueError(f"{name}: expected a tensor on {device}, as query, got one on {tensor.device}")
-
-
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {describe(tensor)}")
-        if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {describe(tensor)}")
-        if tensor.dtype != query.dtype:
-            raise TypeError(f"{name}: expected {query.dtype}, as query, got {tensor.dtype}")
-        if tensor.dim() < 2:
-            raise ValueError(f"{name}: expected shape [..., T, D], got {list(tensor.shape)}")
-        _check_device(name, tensor, query.device)
-    if key.shape[-1] != query.shape[-1]:
-        raise ValueError(f"key: expected head size D={query.shape[-1]}, as query, got {list(key.shape)}")
-    if value.shape[-2] != key.shape[-2]:
-        raise ValueError(f"value: expected Tk={key.shape[-2]} rows, as key, got {list(value.shape)}")
-
-
-def _leading_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
-    """(*batch, H) of the plan; key and value may have fewer heads, or batch dimensions that broadcast."""
-    if not isinstance(enable_gqa, bool):
-        raise TypeError(f"enable_gqa: expected a bool, got {describe(enable_gqa)}")
-    heads = [t.shape[-3] if t.dim() > 2 else 1 for t in (query, key, value)]
-    if heads[1] != heads[2]:
-        raise ValueError(f"value: expected {heads[1]} heads, as key, got {list(value.shape)}")
-    if heads[0] != heads[1] and heads[0] != 1 and heads[1] != 1:
-        if not enable_gqa:
-            raise ValueError(
-                f"key: expected {heads[0]} heads, as query, got {list(key.shape)} (enable_gqa=True lets query heads share)"
-            )
-        if heads[1] == 0 or heads[0] % heads[1]:
-            raise ValueError(f"key: expected a number of heads that divides query's {heads[0]}, got {list(key.shape)}")
-    batch: tuple[int, ...] = tuple(query.shape[:-3])
-    for name, tensor in (("key", key), ("value", value)):
-        try:
-            batch = tuple(torch.broadcast_shapes(batch, tensor.shape[:-3]))
-        except RuntimeError:
-            raise ValueError(
-                f"{name}: expected batch dimensions that broadcast with query's {list(query.shape[:-3])}, "
-                f"got {list(tensor.shape)}"
-            ) from None
-    return (*batch, max(heads[0], heads[1]) if heads[0] == 1 else heads[0])
-
-
-def _fold(tensor: Tensor, lead: tuple[int, ...], heads: int | None = None) -> Tensor:
-    """[..., h, T, D] -> [B, h, T, D]; `heads` repeats a lone head (as a view)."""
-    if tensor.dim() == 2:
-        tensor = tensor.unsqueeze(0)
-    tensor = tensor.expand(*lead[:-1], heads or tensor.shape[-3], *tensor.shape[-2:])
-    if tensor.dim() == 3:
-        return tensor.unsqueeze(0)
-    return tensor if tensor.dim() == 4 else tensor.flatten(0, -4)
-
-
-def _broadcastable(name: str, tensor: Tensor, lead: tuple[int, ...], Tq: int, Tk: int, device: torch.device) -> Tensor:
-    """Any tensor that broadcasts to [*lead, Tq, Tk], as four dimensions, not expanded."""
-    _check_device(name, tensor, device)
-    full = (*lead, Tq, Tk)
-    shape = (1,) * (len(full) - tensor.dim()) + tuple(tensor.shape)
-    if len(shape) > len(full) or any(s != 1 and s != f for s, f in zip(shape, full, strict=True)):
-        raise ValueError(f"{name}: expected a shape that broadcasts to {list(full)}, got {list(tensor.shape)}")
-    tensor = tensor.view(shape)
-    while tensor.dim() < 4:
-        tensor = tensor.unsqueeze(0)
-    if tensor.dim() > 4:
-        batch = lead[:-1]
-        if any(s != 1 for s in shape[: len(batch)]):
-            tensor = tensor.expand(*batch, *shape[len(batch) :])
-        tensor = tensor.flatten(0, -4)
-    return tensor
-
-
-def _row_parameter(
-    name: str, value: Scalar, B: int, H: int, Tq: int, dtype: torch.dtype, device: torch.device, per_head: bool
-) -> Scalar:
-    """A number as it is; a tensor as [B|1, H|1, Tq|1, 1] in the compute dtype (shape [H] is read per head, if allowed)."""
-    if not isinstance(value, Tensor):
-        return float(value)
-    _check_device(name, value, device)
-    if per_head and value.dim() == 1 and (value.shape[0] == 1 or value.shape[0] == H):
-        value = value.view(-1, 1, 1)
-    full = (B, H, Tq, 1)
-    shape = (1,) * (4 - value.dim()) + tuple(value.shape)
-    if len(shape) > 4 or any(s != 1 and s != f for s, f in zip(shape, full, strict=True)):
-        heads = f"[H={H}] or " if per_head else ""
-        raise ValueError(
-            f"{name}: expected a number or a shape {heads}that broadcasts to [B, H, Tq, 1] = {list(full)} "
-            f"(per head: [H, 1, 1]), got {list(value.shape)}"
-        )
-    return value.reshape(shape).to(dtype)

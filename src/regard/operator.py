@@ -1,8 +1,9 @@
-"""`attention`: check and lower the arguments, choose a backend, run it, hand the statistics back in the caller's shape."""
+"""`attention`: check and lower the arguments, choose a backend, run it, give results back in the caller's shape."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -11,12 +12,45 @@ from . import ops
 from .backends import sdpa
 from .backends import torch as definition
 from .form import Form, lower
-from .problem import Transport, describe
+from .parts import describe
+from .problem import Transport
 from .statistics import AuxOutput, requested, undefined
 
 BACKENDS = {"sdpa": sdpa, "torch": definition}
 
 
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    problem: Transport | None = None,
+    softcap: float | None = None,
+    return_aux: None = None,
+    backend: str = "auto",
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    problem: Transport | None = None,
+    softcap: float | None = None,
+    return_aux: object,
+    backend: str = "auto",
+) -> tuple[Tensor, AuxOutput]: ...
 def attention(
     query: Tensor,
     key: Tensor,

@@ -1,8 +1,8 @@
 """One operator for every backend that has no autograd of its own: schema, fake, gradient, transforms.
 
-Two ways in. While compiling, `torch.ops.regard.attend` (its schema derived from `Form`): opaque to the compiler. In eager
-mode, the autograd Function `Attend`, which also serves torch.func.grad, vmap and double backward. Forward mode runs the
-`torch` backend's own differentiable blocks, which need no help (and no memory: nothing is kept for a backward pass).
+Two ways in. While compiling, `torch.ops.regard.attend` (its schema derived from `Form`): opaque to the compiler. In
+eager mode, the autograd Function `Attend`, which also serves torch.func.grad, vmap and double backward. Forward mode
+runs the `torch` backend's own differentiable blocks, which need no help (and no memory: nothing is kept for later).
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def run(backend: str, form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
     forward_mode = torch.autograd.forward_ad._current_level >= 0
     if torch.compiler.is_compiling():
         if forward_mode:
-            raise NotImplementedError("forward mode under torch.compile is not served: call the transform in eager mode")
+            raise NotImplementedError(
+                "forward mode under torch.compile is not served: call the transform in eager mode"
+            )
         return _run_compiled(backend, form, names)
     if forward_mode:
         if backend != "torch":
@@ -70,7 +72,9 @@ class Attend(torch.autograd.Function):
         n = len(ctx.slots)
         tensors, outputs = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
         needed = tuple(s for s, need in zip(ctx.slots, ctx.needs_input_grad[4:], strict=True) if need)
-        incoming = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None and name in DIFFERENTIABLE}
+        incoming = {
+            name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None and name in DIFFERENTIABLE
+        }
         if not incoming or not needed:
             return (None,) * (4 + n)
         plan = _BackwardPlan(ctx.form, ctx.slots, ctx.names, tuple(incoming), needed, ctx.backend)
@@ -79,7 +83,9 @@ class Attend(torch.autograd.Function):
         return (None,) * 4 + tuple(by_slot.get(slot) for slot in ctx.slots)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple, form: Form, slots: tuple, names: tuple, backend: str, *tensors: Tensor) -> tuple:
+    def vmap(  # type: ignore[override]
+        info: Any, in_dims: tuple, form: Form, slots: tuple, names: tuple, backend: str, *tensors: Tensor
+    ) -> tuple:
         V = info.batch_size
         B = _logical_batch(slots, in_dims[4:], tensors)
         folded = [_fold(t, d, V, B, s in _CARRIED) for s, t, d in zip(slots, tensors, in_dims[4:], strict=True)]
@@ -123,7 +129,7 @@ class AttendBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        """The second derivative, through the definition (which keeps the whole plan: memory is promised for one order)."""
+        """The second derivative, through the definition (it keeps the whole plan: memory is promised for one order)."""
         plan: _BackwardPlan = ctx.plan
         slots, outputs, incoming = plan.split(ctx.saved_tensors)
         form = plan.form.with_tensors(slots)
@@ -134,17 +140,17 @@ class AttendBackward(torch.autograd.Function):
             return tuple(results[name] for name in plan.incoming)
 
         def first_order(needed: tuple, incoming: tuple) -> tuple[Tensor, ...]:
-            results, pull = torch.func.vjp(outcome, *needed)
+            results, pull = torch.func.vjp(outcome, *needed)  # type: ignore[misc]
             return pull(tuple(g.to(r.dtype) for g, r in zip(incoming, results, strict=True)))
 
         needed = tuple(slots[slot] for slot in plan.needed)
-        _, pull = torch.func.vjp(first_order, needed, tuple(incoming.values()))
+        _, pull = torch.func.vjp(first_order, needed, tuple(incoming.values()))  # type: ignore[misc]
         by_slot, by_grad = pull(grads)
         found = dict(zip(plan.needed, by_slot, strict=True))
         return (None, *(found.get(s) for s in plan.slots), *(None,) * len(outputs), *by_grad)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple, plan: _BackwardPlan, *tensors: Tensor) -> tuple:
+    def vmap(info: Any, in_dims: tuple, plan: _BackwardPlan, *tensors: Tensor) -> tuple:  # type: ignore[override]
         V = info.batch_size
         dims, n = in_dims[1:], len(plan.slots)
         B = _logical_batch(plan.slots, dims[:n], tensors[:n])
@@ -205,7 +211,7 @@ _TYPES = {
     "str": "str {0}",
     "bool": "bool {0}",
 }
-_FIELDS = tuple((f.name, str(f.type)) for f in dataclasses.fields(Form))
+_FIELDS = tuple((f.name, str(f.type)) for f in dataclasses.fields(Form) if f.name != "declared")
 _SCHEMA = ", ".join(_TYPES[kind].format(name) for name, kind in _FIELDS)
 
 
@@ -249,7 +255,8 @@ def _(backend: str, names: str, *arguments: Any) -> list[Tensor]:
 @torch.library.custom_op(
     "regard::attend_backward",
     mutates_args=(),
-    schema=f"(str backend, str names, str incoming, str needed, Tensor[] outputs, Tensor[] grads, {_SCHEMA}) -> Tensor[]",
+    schema="(str backend, str names, str incoming, str needed, Tensor[] outputs, Tensor[] grads, "
+    f"{_SCHEMA}) -> Tensor[]",
 )
 def attend_backward_op(
     backend: str, names: str, incoming: str, needed: str, outputs: list[Tensor], grads: list[Tensor], *arguments: Any
@@ -292,9 +299,7 @@ def _gradient(ctx: Any, grads: list[Tensor | None]) -> tuple:
     n = len(ctx.slots)
     form = ctx.form.with_tensors(dict(zip(ctx.slots, ctx.saved_tensors[:n], strict=True)))
     incoming = {
-        name: g
-        for name, g in zip(ctx.names.split(","), grads, strict=True)
-        if g is not None and name in DIFFERENTIABLE
+        name: g for name, g in zip(ctx.names.split(","), grads, strict=True) if g is not None and name in DIFFERENTIABLE
     }
     found = {}
     if incoming and ctx.needed:

@@ -1,5 +1,5 @@
-"""The plan itself: small problems solved in full with proof (`solve`, `certify`), and windows on plans too large to store
-(`weights_at`, `topk`, `block_mass`)."""
+"""The plan itself: small problems solved in full with proof (`solve`, `certify`), and windows on plans too large to
+store (`weights_at`, `topk`, `block_mass`)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from .backends import torch as definition
 from .form import Form, lower, lower_problem
-from .problem import Transport, describe
+from .parts import describe
+from .problem import Transport
 from .statistics import Solution, primal
 
 # --- solve and certify ------------------------------------------------------------------------------------------------
@@ -92,11 +94,13 @@ def certify(scores: Tensor, weights: Tensor, problem: Transport | None = None) -
     """Judge anybody's weights for these scores, against the best dual found in float64."""
     problem = Transport() if problem is None else problem
     if not isinstance(scores, Tensor) or not isinstance(weights, Tensor) or weights.shape != scores.shape:
-        raise ValueError(f"weights: expected a tensor of the scores' shape, got {describe(weights)} for {describe(scores)}")
+        raise ValueError(
+            f"weights: expected a tensor of the scores' shape, got {describe(weights)} for {describe(scores)}"
+        )
     with torch.no_grad():
         # float64 lives on the CPU for sure.
-        problem = torch.utils._pytree.tree_map(lambda t: t.detach().cpu(), problem)
-        form, folded = _lower_scores(scores.detach().cpu(), problem, torch.float64)
+        on_cpu = pytree.tree_map(lambda t: t.detach().cpu(), problem)
+        form, folded = _lower_scores(scores.detach().cpu(), on_cpu, torch.float64)
         best = definition.solve_rows(form, folded, order=2)
         p = weights.detach().cpu().reshape(folded.shape).double()
         # Rows without any key are solved as one key that is not admissible.
@@ -182,7 +186,7 @@ def weights_at(
     problem: Transport | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """The weights of chosen keys: index, integers that broadcast to [..., H, Tq, n] -> [..., H, Tq, n]. Not differentiable."""
+    """The weights of chosen keys: integers that broadcast to [..., H, Tq, n] -> [..., H, Tq, n]. Not differentiable."""
     form, lead = _lower_plan(query, key, attn_mask, is_causal, scale, enable_gqa, problem, softcap)
     B, H, Tq, Tk = form.shape
     if not isinstance(index, Tensor) or index.is_floating_point() or index.dtype == torch.bool:
@@ -219,7 +223,7 @@ def topk(
     problem: Transport | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The n largest weights of each row and their keys, (weights, indices), each [..., H, Tq, n]. Not differentiable."""
+    """The n largest weights of each row and their keys: (weights, indices), [..., H, Tq, n]. Not differentiable."""
     form, lead = _lower_plan(query, key, attn_mask, is_causal, scale, enable_gqa, problem, softcap)
     B, H, Tq, Tk = form.shape
     if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= Tk:
@@ -246,7 +250,7 @@ def block_mass(
 ) -> Tensor:
     """The plan pooled to blocks: the mean over a block's queries of the mass sent to each block of keys.
 
-    [..., H, ceil(Tq/block), ceil(Tk/block)]; a row sums to its queries' mean mass, 1 for plain rows. Not differentiable.
+    [..., H, ceil(Tq/block), ceil(Tk/block)]; a row sums to its queries' mean mass, 1 for plain rows. No gradient.
     """
     form, lead = _lower_plan(query, key, attn_mask, is_causal, scale, enable_gqa, problem, softcap)
     if isinstance(block, bool) or not isinstance(block, int) or block < 1:

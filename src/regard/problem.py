@@ -13,114 +13,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, dataclass_transform
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from .parts import Part, describe
 
 Scalar = float | Tensor
 Alignment = Literal["top_left", "bottom_right"]
-
-
-# --- what all parts share ---------------------------------------------------------------------------------------------
-
-
-def describe(value: object) -> str:
-    """How an error message or a repr shows a value."""
-    if isinstance(value, Tensor):
-        kind = str(value.dtype).removeprefix("torch.")
-        return f"Tensor({kind}, {list(value.shape)})"
-    return repr(value)
-
-
-@dataclass_transform(frozen_default=True, eq_default=False)
-class Part:
-    """A frozen piece of a problem: compared by structure, its tensors by identity; a pytree with tensors as leaves."""
-
-    _names: ClassVar[tuple[str, ...]]
-
-    def __init_subclass__(cls, abstract: bool = False) -> None:
-        super().__init_subclass__()
-        # Methods defined here win over dataclass's own: eq and repr are ours.
-        dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
-        cls._names = tuple(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
-        if not abstract:
-            _register_pytree(cls)
-
-    def _values(self) -> tuple:
-        return tuple(getattr(self, name) for name in self._names)
-
-    def _declare(self) -> None:
-        """Called once the fields are set, however they were set."""
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Part) or type(self) is not type(other):
-            return NotImplemented
-        return all(
-            a is b if isinstance(a, Tensor) or isinstance(b, Tensor) else a == b
-            for a, b in zip(self._values(), other._values(), strict=True)
-        )
-
-    def __hash__(self) -> int:
-        return hash((type(self), *(id(v) if isinstance(v, Tensor) else v for v in self._values())))
-
-    def __repr__(self) -> str:
-        shown = []
-        positional = True
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if not isinstance(value, Tensor) and value == field.default:
-                positional = False
-                continue
-            shown.append(describe(value) if positional else f"{field.name}={describe(value)}")
-        return f"{type(self).__name__}({', '.join(shown)})"
-
-
-def _register_pytree(cls: type[Part]) -> None:
-    names = cls._names
-
-    def split(part: Any) -> tuple[list[str], list[Any], tuple]:
-        # Tensors, parts and tuples of parts are children; numbers, strings and callables are structure.
-        moving = [n for n in names if isinstance(getattr(part, n), Tensor | Part | tuple)]
-        fixed = tuple((n, getattr(part, n)) for n in names if n not in moving)
-        return moving, [getattr(part, n) for n in moving], (tuple(moving), fixed)
-
-    def flatten(part: Any) -> tuple[list[Any], tuple]:
-        _, children, context = split(part)
-        return children, context
-
-    def flatten_with_keys(part: Any) -> tuple[list[Any], tuple]:
-        moving, children, context = split(part)
-        return [(pytree.GetAttrKey(n), c) for n, c in zip(moving, children, strict=True)], context
-
-    def unflatten(children: Any, context: tuple) -> Any:
-        # No validation: a tree_map may put anything where a tensor was.
-        moving, fixed = context
-        part = cls.__new__(cls)
-        for name, value in itertools.chain(zip(moving, children, strict=True), fixed):
-            object.__setattr__(part, name, value)
-        part._declare()
-        return part
-
-    pytree.register_pytree_node(
-        cls,
-        flatten,
-        unflatten,
-        serialized_type_name=f"regard.{cls.__name__}",
-        flatten_with_keys_fn=flatten_with_keys,
-        to_dumpable_context=json.dumps,
-        from_dumpable_context=lambda text: tuple(tuple(map(tuple_or_self, x)) for x in json.loads(text)),
-    )
-
-
-def tuple_or_self(value: Any) -> Any:
-    """JSON has no tuples: give a list back as one."""
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _check_scalar(name: str, value: object, expected: str, valid: Callable[[float], bool]) -> None:

@@ -1,8 +1,8 @@
 """What can be read off a plan: each statistic once, by its defining formula on a block of solved rows.
 
 Notation: y = s/tau, natural logarithms, sums over admissible keys. With a sink, `lse`, `entropy`, `kl`, `max_weight`,
-`collision` and `score_variance` count the null key as a key of score b and prior 1; the others do not. Where the mass is
-not 1 (relaxed, free, Rows(mass)), `entropy`, `kl` and `score_variance` are of the plan divided by its mass.
+`collision` and `score_variance` count the null key as a key of score b and prior 1; the others do not. Where the mass
+is not 1 (relaxed, free, Rows(mass)), `entropy`, `kl` and `score_variance` are of the plan divided by its mass.
 A row with no admissible key has lse, dual and max_scores -inf and everything else 0.
 """
 
@@ -91,7 +91,9 @@ def requested(return_aux: object) -> tuple[str, ...]:
 def undefined(name: str, form: Form) -> str | None:
     """Why this problem has no such statistic, or None."""
     if name == "lse" and form.family != "kl":
-        return f"lse is defined for KL only, not for {form.regularizer!r} (dual and value are defined for every problem)"
+        return (
+            f"lse is defined for KL only, not for {form.regularizer!r} (dual and value are defined for every problem)"
+        )
     if name in ("lse", "score_variance") and known_hard(form):
         return f"{name} is not defined at temperature 0"
     return None
@@ -161,7 +163,7 @@ def dual(rows: Solution) -> Tensor:
 
 
 def divergence(rows: Solution, weights: Tensor, null: Tensor | None) -> Tensor:
-    """D_f(p || pi). KL rows (plain or with a sink) drop the constant sum(pi) - mass, so that their value is tau * lse."""
+    """D_f(p || pi). KL rows (plain or with a sink) drop the constant sum(pi) - mass: then their value is tau * lse."""
     prior = torch.ones_like(weights) if rows.log_prior is None else rows.log_prior.exp().expand_as(weights)
     prior = rows.where_admissible(prior, 0.0)
     ratio = weights / torch.where(prior > 0, prior, 1)
@@ -182,7 +184,7 @@ def divergence(rows: Solution, weights: Tensor, null: Tensor | None) -> Tensor:
 
 
 def primal(rows: Solution, weights: Tensor, null: Tensor | None) -> Tensor:
-    """What a plan (any plan) achieves: <p, s> - tau D_f(p || pi), with the null key's share or the relaxation's price."""
+    """What a plan (any plan) achieves: <p, s> - tau D_f(p || pi), with the null key's share or relaxation's price."""
     tau = rows.form.temperature
     tau = tau.squeeze(-1) if isinstance(tau, Tensor) else tau
     total = (weights * rows.scores).sum(-1)

@@ -46,8 +46,11 @@ def unwise(form: Form) -> str | None:
         biases = [b for b in (form.score_bias, *form.log_priors) if b is not None]
         if form.value.shape[-1] != form.query.shape[-1] or any(b.requires_grad for b in biases):
             return "would store the Tq x Tk scores (Dv differs from D, or a mask needs a gradient)"
-    if not _plain_causal(form) and _needs_matrix(form) and Tq * Tk > MASK_LIMIT:
-        return "would need a Tq x Tk mask"
+    if not _plain_causal(form) and _needs_matrix(form):
+        pieces = (form.mask, form.score_bias, form.slopes, form.query_ids, *form.log_priors)
+        copies = torch.broadcast_shapes(*(t.shape[:2] for t in pieces if t is not None), (1, 1))
+        if math.prod(copies) * Tq * Tk > MASK_LIMIT:
+            return "would need a large Tq x Tk mask"
     return None
 
 

@@ -1,13 +1,13 @@
 """The definition: every one-sided problem in plain PyTorch, on any device, in blocks of queries.
 
-For each row the plan is p_j = pi_j g((s_j - lambda)/tau), and lambda is the root of one monotone equation, the marginal.
-`solve_rows` finds it (in closed form for KL, by safeguarded Newton otherwise) outside of autograd and then takes one more
-Newton step inside: the step changes only rounding, but its derivative is the implicit function theorem,
+For each row the plan is p_j = pi_j g((s_j - lambda)/tau), and lambda is the root of one monotone equation, the
+marginal. `solve_rows` finds it (in closed form for KL, by safeguarded Newton otherwise) outside of autograd and then
+takes one more Newton step inside: the step changes only rounding, but its derivative is the implicit function theorem,
 
     d lambda = sum_j w_j ds_j / (sum_j w_j + kappa),    so    dL/ds_j = (w_j/tau) (u_j - sum w u / (sum w + kappa)),
 
-which is the gradient of every regulariser and every marginal: w = pi g' and kappa are all that changes. Two steps give the
-derivatives up to the third. `forward` and `backward` walk over blocks of queries and keep only one block of the plan alive.
+which is the gradient of every regulariser and every marginal: w = pi g' and kappa are all that changes. Two steps give
+the derivatives up to the third. `forward` and `backward` walk over blocks of queries, one block of the plan at a time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def unsupported(form: Form, names: tuple[str, ...]) -> str | None:
 
 @dataclass
 class Balance:
-    """One equation per row: what the keys (and the null key) take at a price mu = lambda + tau * origin must be the mass.
+    """One equation per row: what the keys (and the null key) take at the price mu = lambda + tau * origin is the mass.
 
     Scores and prices are measured from `anchor`, the score of the row's best key: differences there lose no digits.
     """
@@ -196,8 +196,8 @@ def _closed_form(rows: Balance) -> Tensor:
 
 
 def _search(rows: Balance, start: Tensor, idle: Tensor) -> Tensor:
-    """mu for any link: Newton on a power of taken/target in which the equation is nearly straight, inside a bracket that
-    grows where it is open and is halved where Newton leaves it."""
+    """mu for any link: Newton on a power of taken/target in which the equation is nearly straight, inside a bracket
+    that grows where it is open and is halved where Newton leaves it."""
     tau, eps = rows.temperature, torch.finfo(start.dtype).eps
     gamma = 0.0 if rows.form.marginal == "relax" else rows.regularizer.power
     mu = torch.where(idle, 0.0, start)
@@ -310,7 +310,7 @@ def _transport(weights: Tensor, value: Tensor) -> Tensor:
 
 def _dropped(rows: Solution) -> Tensor:
     form = rows.form
-    kept = form.kept(*rows.weights.shape[2:], rows.weights.device)
+    kept = form.kept(rows.weights.shape[2], rows.weights.shape[3], rows.weights.device)
     scale = 1 / (1 - form.dropout_p) if form.dropout_p < 1 else 0.0
     return torch.where(kept, rows.weights * scale, 0.0)
 
@@ -330,7 +330,16 @@ def blocks(form: Form) -> Iterator[tuple[slice, slice, slice, slice]]:
         for h in range(0, H, max(1, heads)):
             for i in range(0, Tq, queries):
                 rows = slice(i, min(Tq, i + queries))
-                yield slice(b, min(B, b + batch)), slice(h, min(H, h + heads)), rows, form.key_range(rows)
+                keys = _rounded(form.key_range(rows), Tk)
+                yield slice(b, min(B, b + batch)), slice(h, min(H, h + heads)), rows, keys
+
+
+def _rounded(keys: slice, Tk: int) -> slice:
+    """A little longer, to one of few lengths: buffers of ever new sizes would fragment the allocator."""
+    length = keys.stop - keys.start
+    grid = max(64, 2 ** (length.bit_length() - 3))
+    start = max(0, min(keys.start, Tk - -(-length // grid) * grid))
+    return slice(start, min(Tk, start + -(-(keys.stop - start) // grid) * grid))
 
 
 def forward(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
@@ -383,7 +392,7 @@ def _join(parts: list[dict[str, Tensor]], dim: int) -> dict[str, Tensor]:
 def backward(
     form: Form, needed: tuple[str, ...], outputs: dict[str, Tensor], grads: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Gradients of the needed slots, from the forward's outputs (SAVED among them) and the gradients of some of them."""
+    """Gradients of the needed slots, from forward's outputs (SAVED among them) and the gradients of some of them."""
     tensors = form.tensors()
     totals = {name: torch.zeros_like(tensors[name], dtype=form.dtype) for name in needed}
     names = tuple(name for name in DIFFERENTIABLE if name in grads)

@@ -1,0 +1,60 @@
+# Every target sets up what it needs: a local .venv, installed from the lock (constraints.txt). Repeats are instant.
+
+PYTHON ?= python3
+BUILD := scikit-build-core
+JOBS ?= 2
+
+PY := .venv/bin/python
+PIP := $(PY) -m pip install -qq --disable-pip-version-check --constraint constraints.txt --no-build-isolation
+
+.PHONY: help demo test bench lint format docs lock clean
+.DELETE_ON_ERROR:
+
+help:  ## this list
+	@grep -E '^[a-z]+: .*##' Makefile | sed -E 's/^([a-z]+):[^#]*## /  make \1\t/' | expand -t 14
+
+demo: .venv/ready  ## a tour of the library, in the terminal
+	@$(PY) examples/tour.py
+
+test: .venv/ready  ## all tests
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal
+
+bench: .venv/ready  ## every benchmark; each checks its results before it times them
+	@set -e; for script in benchmarks/[a-z]*.py; do echo "# $$script"; $(PY) $$script; done
+
+lint: .venv/linters  ## ruff (rules and format) and pyright
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/pyright
+
+format: .venv/linters  ## let ruff mend what it can
+	.venv/bin/ruff check --fix
+	.venv/bin/ruff format
+
+docs: .venv/ready  ## run every snippet of README and docs, compare the outputs shown, check the links
+	$(PY) -m pytest -q tests/test_docs.py
+
+.venv/ready: pyproject.toml constraints.txt Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "regard needs Python 3.11 or later")'
+	@echo "Setting up .venv (once; a few minutes if PyTorch must be downloaded)"
+	@test -x $(PY) || $(PYTHON) -m venv .venv
+	@$(PIP) $(BUILD)
+	@$(PIP) --editable '.[test]'
+	@touch $@
+
+.venv/linters: .venv/ready
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+# The lock: everything resolved afresh in an empty environment; PyTorch stays where it is (edit its line to move it).
+lock:  ## write constraints.txt anew
+	$(PYTHON) -m venv --clear build/lock
+	grep '^torch==' constraints.txt > build/lock/pins.txt
+	build/lock/bin/python -m pip install -q -c build/lock/pins.txt --upgrade setuptools $(BUILD)
+	build/lock/bin/python -m pip install -q -c build/lock/pins.txt --no-build-isolation -e '.[test,dev]'
+	{ echo '# Written by `make lock`: the exact versions that are tested together.'; \
+	  build/lock/bin/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/+cpu$$//'; } > build/lock/constraints.txt
+	mv build/lock/constraints.txt constraints.txt
+
+clean:  ## forget the environment and every cache
+	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,146 @@
+"""Checks of what came in, and the shapes it is brought to. An error names argument, what was expected and what came."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .parts import describe
+from .problem import Scalar
+
+
+def concrete(tensor: object) -> bool:
+    """Whether a tensor's values may be looked at: not while compiling, under a transform, or on fake tensors."""
+    return (
+        not torch.compiler.is_compiling()
+        and (type(tensor) is Tensor or isinstance(tensor, torch.nn.Parameter))
+        and not tensor.is_meta
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def check_values(name: str, value: Scalar, expected: str, valid: Callable[[Tensor], Tensor]) -> None:
+    if isinstance(value, Tensor) and concrete(value):
+        good = valid(value)  # NaN fails every comparison
+        if not bool(good.all()):
+            raise ValueError(f"{name}: expected {expected}, got {value.detach()[~good][0].item()}")
+
+
+def may_be_zero(temperature: Scalar) -> bool:
+    if not isinstance(temperature, Tensor):
+        return temperature == 0
+    return not concrete(temperature) or bool((temperature == 0).any())
+
+
+def number(name: str, value: object, expected: str, valid: Callable[[float], bool]) -> float:
+    if isinstance(value, torch.SymFloat | torch.SymInt):
+        return value  # type: ignore[return-value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: expected a number, got {describe(value)}")
+    if not valid(value):
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")
+    return float(value)
+
+
+def default_scale(D: int) -> float:
+    return 1 / math.sqrt(D) if D else 1.0
+
+
+def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device}, as query, got one on {tensor.device}")
+
+
+def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {describe(tensor)}")
+        if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {describe(tensor)}")
+        if tensor.dtype != query.dtype:
+            raise TypeError(f"{name}: expected {query.dtype}, as query, got {tensor.dtype}")
+        if tensor.dim() < 2:
+            raise ValueError(f"{name}: expected shape [..., T, D], got {list(tensor.shape)}")
+        check_device(name, tensor, query.device)
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(f"key: expected head size D={query.shape[-1]}, as query, got {list(key.shape)}")
+    if value.shape[-2] != key.shape[-2]:
+        raise ValueError(f"value: expected Tk={key.shape[-2]} rows, as key, got {list(value.shape)}")
+
+
+def leading_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
+    """(*batch, H) of the plan; key and value may have fewer heads, or batch dimensions that broadcast."""
+    if not isinstance(enable_gqa, bool):
+        raise TypeError(f"enable_gqa: expected a bool, got {describe(enable_gqa)}")
+    heads = [t.shape[-3] if t.dim() > 2 else 1 for t in (query, key, value)]
+    if heads[1] != heads[2]:
+        raise ValueError(f"value: expected {heads[1]} heads, as key, got {list(value.shape)}")
+    if heads[0] != heads[1] and heads[0] != 1 and heads[1] != 1:
+        if not enable_gqa:
+            raise ValueError(
+                f"key: expected {heads[0]} heads, as query, got {list(key.shape)} "
+                f"(enable_gqa=True lets query heads share)"
+            )
+        if heads[1] == 0 or heads[0] % heads[1]:
+            raise ValueError(f"key: expected a number of heads that divides query's {heads[0]}, got {list(key.shape)}")
+    batch: tuple[int, ...] = tuple(query.shape[:-3])
+    for name, tensor in (("key", key), ("value", value)):
+        try:
+            batch = tuple(torch.broadcast_shapes(batch, tensor.shape[:-3]))
+        except RuntimeError:
+            raise ValueError(
+                f"{name}: expected batch dimensions that broadcast with query's {list(query.shape[:-3])}, "
+                f"got {list(tensor.shape)}"
+            ) from None
+    return (*batch, max(heads[0], heads[1]) if heads[0] == 1 else heads[0])
+
+
+def fold(tensor: Tensor, lead: tuple[int, ...], heads: int | None = None) -> Tensor:
+    """[..., h, T, D] -> [B, h, T, D]; `heads` repeats a lone head (as a view)."""
+    if tensor.dim() == 2:
+        tensor = tensor.unsqueeze(0)
+    tensor = tensor.expand(*lead[:-1], heads or tensor.shape[-3], *tensor.shape[-2:])
+    if tensor.dim() == 3:
+        return tensor.unsqueeze(0)
+    return tensor if tensor.dim() == 4 else tensor.flatten(0, -4)
+
+
+def broadcastable(name: str, tensor: Tensor, lead: tuple[int, ...], Tq: int, Tk: int, device: torch.device) -> Tensor:
+    """Any tensor that broadcasts to [*lead, Tq, Tk], as four dimensions, not expanded."""
+    check_device(name, tensor, device)
+    full = (*lead, Tq, Tk)
+    shape = (1,) * (len(full) - tensor.dim()) + tuple(tensor.shape)
+    if len(shape) > len(full) or any(s != 1 and s != f for s, f in zip(shape, full, strict=True)):
+        raise ValueError(f"{name}: expected a shape that broadcasts to {list(full)}, got {list(tensor.shape)}")
+    tensor = tensor.view(shape)
+    while tensor.dim() < 4:
+        tensor = tensor.unsqueeze(0)
+    if tensor.dim() > 4:
+        batch = lead[:-1]
+        if any(s != 1 for s in shape[: len(batch)]):
+            tensor = tensor.expand(*batch, *shape[len(batch) :])
+        tensor = tensor.flatten(0, -4)
+    return tensor
+
+
+def row_parameter(
+    name: str, value: Scalar, B: int, H: int, Tq: int, dtype: torch.dtype, device: torch.device, per_head: bool
+) -> Scalar:
+    """A number as it is; a tensor as [B|1, H|1, Tq|1, 1] in the compute dtype (shape [H] is per head, if allowed)."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    check_device(name, value, device)
+    if per_head and value.dim() == 1 and (value.shape[0] == 1 or value.shape[0] == H):
+        value = value.view(-1, 1, 1)
+    full = (B, H, Tq, 1)
+    shape = (1,) * (4 - value.dim()) + tuple(value.shape)
+    if len(shape) > 4 or any(s != 1 and s != f for s, f in zip(shape, full, strict=True)):
+        heads = f"[H={H}] or " if per_head else ""
+        raise ValueError(
+            f"{name}: expected a number or a shape {heads}that broadcasts to [B, H, Tq, 1] = {list(full)} "
+            f"(per head: [H, 1, 1]), got {list(value.shape)}"
+        )
+    return value.reshape(shape).to(dtype)

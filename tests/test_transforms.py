@@ -1,0 +1,289 @@
+"""PyTorch citizenship: compile, export, opcheck, autocast, torch.func, forward mode, double backward."""
+
+import functools
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import regard
+from cases import CASES, build
+from regard import ALiBi, AuxRequest, Bias, Causal, FermiDirac, Free, Rows, Transport, Tsallis, Window, ops
+from regard.form import lower
+
+NAMES = [
+    "all priors",
+    "sink per head",
+    "entmax, every parameter",
+    "soft top-m",
+    "sigmoid, learned",
+    "relaxed rows, learned",
+]
+SOME = [next(c for c in CASES if c.name == name) for name in NAMES]
+by_some = pytest.mark.parametrize("case", SOME, ids=lambda c: c.name)
+
+
+def call(built, **more):
+    return regard.attention(built.query, built.key, built.value, **built.arguments, backend="torch", **more)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Module(torch.nn.Module):
+    """Every learnable part of a problem, declared in forward."""
+
+    def __init__(self, H: int = 4):
+        super().__init__()
+        self.sink = torch.nn.Parameter(torch.randn(H, dtype=torch.float64))
+        self.temperature = torch.nn.Parameter(torch.ones(H, 1, 1, dtype=torch.float64))
+        self.alpha = torch.nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+        self.slopes = torch.nn.Parameter(torch.rand(H, dtype=torch.float64))
+
+    def forward(self, q, k, v):
+        problem = Transport(
+            Tsallis(self.alpha),
+            prior=Causal("bottom_right") * Window(255) * ALiBi(self.slopes),
+            marginal=Rows(sink=self.sink),
+            temperature=self.temperature,
+        )
+        request = AuxRequest(entropy=True, dual=True)
+        out, aux = regard.attention(q, k, v, enable_gqa=True, problem=problem, return_aux=request)
+        return out, aux.entropy, aux.dual
+
+
+def module_inputs(Tq=5, Tk=6, grad=True):
+    shapes = [(2, 4, Tq, 3), (2, 2, Tk, 3), (2, 2, Tk, 2)]
+    return [torch.randn(s, dtype=torch.float64, requires_grad=grad) for s in shapes]
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+def test_compile_module(dynamic):
+    module = Module()
+    compiled = torch.compile(module, fullgraph=True, dynamic=dynamic)
+    for Tq, Tk in ((5, 6), (3, 9)):
+        inputs = module_inputs(Tq, Tk)
+        results = [f(*inputs) for f in (compiled, module)]
+        leaves = [*inputs, *module.parameters()]
+        gradients = [torch.autograd.grad(o.sin().sum() + e.sum(), leaves) for o, e, _ in results]
+        assert all(map(torch.allclose, *results)) and all(map(torch.allclose, *gradients))
+        assert not any(dual.requires_grad for _, _, dual in results)
+
+
+@by_some
+def test_compile(case):
+    built = build(case)
+    function = functools.partial(regard.attention, **built.arguments, backend="torch")
+    inputs = (built.query, built.key, built.value)
+    results = [f(*inputs) for f in (torch.compile(function, fullgraph=True), function)]
+    gradients = [torch.autograd.grad(out.sin().sum(), list(built.leaves.values())) for out in results]
+    assert torch.allclose(*results) and all(map(torch.allclose, *gradients))
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"is_causal": True}, {"attn_mask": torch.ones(5, 5).tril().bool()}], ids=repr
+)
+def test_compile_auto(arguments):
+    q = torch.randn(2, 4, 5, 8)
+    function = functools.partial(regard.attention, **arguments)
+    assert torch.allclose(torch.compile(function, fullgraph=True)(q, q, q), function(q, q, q), atol=1e-6)
+
+
+def test_compile_own_regularizer():
+    own = regard.FDivergence(lambda x: x * x / 2, torch.relu, lambda t: (t > 0).to(t.dtype), lower=0.0)
+    q, k, v = (torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3))
+    out = torch.compile(functools.partial(regard.attention, problem=Transport(own)), fullgraph=True)(q, k, v)
+    expected = regard.attention(q, k, v, problem=Transport(Tsallis(2.0)))
+    assert torch.allclose(out, expected, atol=1e-6)
+    gradients = [torch.autograd.grad(o.sum(), (q, k, v)) for o in (out, expected)]
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*gradients, strict=True))
+
+
+def test_compile_dropout_draws_anew():
+    q = torch.randn(2, 4, 16, 8)
+    compiled = torch.compile(functools.partial(regard.attention, dropout_p=0.5), fullgraph=True)
+    assert not torch.equal(compiled(q, q, q), compiled(q, q, q))
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+def test_export(strict):
+    module, inputs = Module(), module_inputs(grad=False)
+    exported = torch.export.export(module, tuple(inputs), strict=strict).module()
+    assert all(map(torch.allclose, exported(*inputs), module(*inputs)))
+
+
+def test_export_with_dynamic_lengths_and_a_problem_as_input(tmp_path):
+    class Call(torch.nn.Module):
+        def forward(self, q, k, v, problem):
+            return regard.attention(q, k, v, enable_gqa=True, problem=problem)
+
+    q, k, v = module_inputs(grad=False)
+    problem = Transport(Tsallis(1.3), prior=Causal("bottom_right") * Bias(torch.randn(4, 1, 1, dtype=torch.float64)))
+    exported = torch.export.export(Call(), (q, k, v, problem))
+    torch.export.save(exported, tmp_path / "call.pt2")
+    loaded = torch.export.load(tmp_path / "call.pt2").module()
+    assert torch.allclose(loaded(q, k, v, problem), Call()(q, k, v, problem))
+
+    dim = torch.export.Dim
+    shapes = ({2: dim("tq")}, {2: dim("tk")}, {2: dim("tk")})
+    longer = module_inputs(7, 9, grad=False)
+    module = Module()
+    exported = torch.export.export(module, (q, k, v), dynamic_shapes=shapes).module()
+    assert all(map(torch.allclose, exported(*longer), module(*longer)))
+
+
+@by_some
+def test_opcheck(case):
+    built = build(case)
+    form = lower(built.query, built.key, built.value, **built.arguments)
+    arguments = ("torch", "out,entropy,offset", *ops._to_arguments(form))
+    assert set(opcheck(ops.attend_op, arguments).values()) == {"SUCCESS"}
+
+
+@by_some
+def test_double_backward_and_forward_mode(case):
+    from test_attention import substitute
+
+    built = build(case)
+    names = list(built.leaves)
+
+    def function(*leaves):
+        fresh = build(case)
+        for name, leaf in zip(names, leaves, strict=True):
+            substitute(fresh, fresh.leaves[name], leaf)
+        return call(fresh)
+
+    leaves = list(built.leaves.values())
+    assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True, fast_mode=True, atol=1e-4, rtol=1e-3)
+    assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True, atol=1e-4, rtol=1e-3)
+
+
+def test_third_derivative():
+    s = torch.tensor([0.3, -0.2, 0.9, 0.1], dtype=torch.float64)
+    for problem in (Transport(), Transport(Tsallis(1.5)), Transport(FermiDirac(), marginal=Rows(mass=1.5))):
+
+        def loss(x, problem=problem):
+            return (regard.solve(x, problem).weights * torch.arange(4.0, dtype=torch.float64)).sum()
+
+        def second(x, loss=loss):
+            return torch.func.grad(lambda y: torch.func.grad(loss)(y).sin().sum())(x).sum()
+
+        third = torch.func.grad(second)(s)
+        h, numeric = 1e-5, []
+        for j in range(4):
+            e = h * torch.nn.functional.one_hot(torch.tensor(j), 4)
+            numeric.append((second(s + e) - second(s - e)) / (2 * h))
+        assert torch.allclose(third, torch.stack(numeric), atol=1e-6), problem
+
+
+FUNCTIONS = {
+    "softmax": functools.partial(regard.attention, enable_gqa=True, backend="torch"),
+    "auto": functools.partial(regard.attention, enable_gqa=True, is_causal=True),
+    "entmax": functools.partial(regard.attention, enable_gqa=True, problem=Transport(Tsallis(1.5))),
+    "top-m": functools.partial(
+        regard.attention, enable_gqa=True, problem=Transport(FermiDirac(), marginal=Rows(mass=2))
+    ),
+    "free": functools.partial(regard.attention, enable_gqa=True, problem=Transport(Tsallis(1.7), marginal=Free(0.2))),
+    "biased": functools.partial(
+        regard.attention,
+        enable_gqa=True,
+        problem=Transport(prior=Causal("bottom_right") * Bias(torch.randn(2, 1, 5, 6, dtype=torch.float64))),
+        attn_mask=torch.randn(2, 1, 1, 6, dtype=torch.float64),
+    ),
+}
+by_function = pytest.mark.parametrize("name", FUNCTIONS)
+
+
+@by_function
+def test_func_grad_and_vmap(name):
+    function = FUNCTIONS[name]
+    q, k, v = (t.detach() for t in module_inputs())
+    gradient = torch.func.grad(lambda *a: function(*a).sin().sum(), argnums=(0, 1, 2))
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    expected = torch.autograd.grad(function(*leaves).sin().sum(), leaves)
+    assert all(map(torch.allclose, gradient(q, k, v), expected))
+
+    many_q, many_k = torch.stack([q, 2 * q, q / 2]), torch.stack([k, k + 1, 1.5 * k], 1)
+    got = torch.func.vmap(function, (0, 1, None))(many_q, many_k, v)
+    assert torch.allclose(got, torch.stack([function(a, b, v) for a, b in zip(many_q, many_k.unbind(1), strict=True)]))
+
+    per_sample = torch.func.vmap(gradient, (0, None, None))(many_q, k, v)
+    singly = [gradient(a, k, v) for a in many_q]
+    assert all(torch.allclose(per_sample[i], torch.stack([s[i] for s in singly])) for i in range(3))
+
+
+@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n != "auto"])
+def test_func_jvp_and_hessian(name):
+    function = FUNCTIONS[name]
+    q, k, v = (t.detach() for t in module_inputs())
+    tangent, h = torch.randn_like(q), 1e-6
+    _, got = torch.func.jvp(lambda a: function(a, k, v), (q,), (tangent,))
+    numeric = (function(q + h * tangent, k, v) - function(q - h * tangent, k, v)) / (2 * h)
+    assert torch.allclose(got, numeric, atol=1e-6) and got.abs().max() > 1e-3
+
+    def loss(a):
+        return function(a, k, v).sin().sum()
+
+    assert torch.allclose(torch.func.hessian(loss)(q), torch.autograd.functional.hessian(loss, q), atol=1e-8)
+
+
+def test_vmap_over_a_parameter_of_the_problem():
+    q, k, v = (t.detach() for t in module_inputs())
+    taus = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+
+    def function(tau):
+        return regard.attention(q, k, v, enable_gqa=True, problem=Transport(Tsallis(1.5), temperature=tau)).sum()
+
+    expected = [torch.func.grad(function)(tau) for tau in taus]
+    assert torch.allclose(torch.func.vmap(torch.func.grad(function))(taus), torch.stack(expected))
+
+
+def test_forward_mode_is_never_silently_zero():
+    q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        for problem in (None, Transport(Tsallis(1.5))):
+            out = regard.attention(dual, k, v, problem=problem)
+            assert torch.autograd.forward_ad.unpack_dual(out).tangent.abs().max() > 0
+        with pytest.raises(NotImplementedError, match="sdpa"):
+            regard.attention(dual, k, v, backend="sdpa")
+
+    def compiled_jvp(x):
+        function = functools.partial(regard.attention, problem=Transport(Tsallis(1.5)))
+        return torch.func.jvp(lambda a: function(a, k, v), (x,), (torch.ones_like(x),))[1]
+
+    with pytest.raises(Exception, match=r"forward mode under torch\.compile"):
+        torch.compile(compiled_jvp, fullgraph=True)(q)
+
+
+@pytest.mark.parametrize("problem", [None, Transport(Tsallis(1.5))], ids=["softmax", "entmax"])
+def test_autocast(problem):
+    q, k, v = (torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, aux = regard.attention(q, k, v, problem=problem, return_aux=AuxRequest(entropy=True))
+        wide = regard.attention(q.double(), k.double(), v.double(), problem=problem)
+    assert out.dtype == torch.bfloat16 and aux.entropy.dtype == torch.float32 and wide.dtype == torch.float64
+    (out.float().sum() + aux.entropy.sum()).backward()
+    assert q.grad.dtype == torch.float32
+    # Inside, nothing is computed in bfloat16: only the inputs were rounded.
+    rounded = [t.detach().bfloat16().double() for t in (q, k, v)]
+    exact, exact_aux = regard.attention(*rounded, problem=problem, return_aux=AuxRequest(entropy=True))
+    assert (aux.entropy - exact_aux.entropy).abs().max() < 1e-5
+    assert (out.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
+
+
+def test_saved_tensors_are_released():
+    """A context must not hold the inputs twice: the graph's memory goes when the output goes."""
+    import gc
+    import weakref
+
+    q, k, v = (torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3))
+    out = regard.attention(q, k, v, problem=Transport(Tsallis(1.5)))
+    ref = weakref.ref(out.grad_fn)
+    del out
+    gc.collect()
+    assert ref() is None
