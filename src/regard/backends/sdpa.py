@@ -33,6 +33,8 @@ def unsupported(form: Form, names: tuple[str, ...]) -> str | None:
         return f"returns no statistics (asked for {', '.join(statistics)})"
     if isinstance(form.temperature, Tensor) and form.score_bias is not None:
         return "cannot divide a float mask by a temperature tensor"
+    if isinstance(form.temperature, Tensor) and form.query is not None and form.query.dtype != form.dtype:
+        return "would round queries divided by a temperature tensor to half precision"
     if torch.autograd.forward_ad._current_level >= 0:
         return "its fused kernels have no forward-mode derivative"
     return None
@@ -61,7 +63,7 @@ def forward(form: Form) -> Tensor:
     query, key, value = form.query, form.key, form.value
     scale = form.scale
     if isinstance(form.temperature, Tensor):
-        query = (query / form.temperature).to(query.dtype)
+        query = query / form.temperature
     else:
         scale = scale / form.temperature
     mask = None
@@ -95,7 +97,7 @@ def _needs_matrix(form: Form) -> bool:
 
 
 def _mask(form: Form) -> Tensor | None:
-    """One bool mask, or one float mask in query's dtype, or None."""
+    """One bool mask, or one float mask in the compute dtype, or None."""
     assert form.query is not None
     _, _, Tq, Tk = form.shape
     device = form.query.device
@@ -111,4 +113,4 @@ def _mask(form: Form) -> Tensor | None:
         return admissible
     if admissible is not None:
         bias = torch.where(admissible, bias, -math.inf)
-    return bias.to(form.query.dtype)
+    return bias
