@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .parts import describe
+from .parts import describe, is_number
 from .problem import Scalar
 
 
@@ -38,11 +38,11 @@ def may_be_zero(temperature: Scalar) -> bool:
 def number(name: str, value: object, expected: str, valid: Callable[[float], bool]) -> float:
     if isinstance(value, torch.SymFloat | torch.SymInt):
         return value  # type: ignore[return-value]
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not is_number(value):
         raise TypeError(f"{name}: expected a number, got {describe(value)}")
-    if not valid(value):
+    if not valid(value):  # type: ignore[arg-type]
         raise ValueError(f"{name}: expected {expected}, got {value!r}")
-    return float(value)
+    return float(value)  # type: ignore[arg-type]
 
 
 def default_scale(D: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import numbers
 from typing import Any, ClassVar, dataclass_transform
 
 import torch
@@ -18,6 +19,11 @@ def describe(value: object) -> str:
         kind = str(value.dtype).removeprefix("torch.")
         return f"Tensor({kind}, {list(value.shape)})"
     return repr(value)
+
+
+def is_number(value: object) -> bool:
+    """A real number, NumPy's scalars included; not a bool."""
+    return isinstance(value, int | float | numbers.Real) and not isinstance(value, bool)
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)

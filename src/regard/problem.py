@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from .parts import Part, describe
+from .parts import Part, describe, is_number
 
 Scalar = float | Tensor
 Alignment = Literal["top_left", "bottom_right"]
@@ -32,9 +32,9 @@ def _check_scalar(name: str, value: object, expected: str, valid: Callable[[floa
     if isinstance(value, Tensor):
         if not value.is_floating_point():
             raise TypeError(f"{name}: expected a number or a floating-point tensor, got {describe(value)}")
-    elif isinstance(value, bool) or not isinstance(value, int | float):
+    elif not is_number(value):
         raise TypeError(f"{name}: expected a number or a floating-point tensor, got {describe(value)}")
-    elif not valid(value):
+    elif not valid(value):  # type: ignore[arg-type]
         raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
 
