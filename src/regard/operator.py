@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .backends import sdpa
+from .backends import native, sdpa
 from .backends import torch as definition
 from .form import Form, lower
 from .parts import describe
 from .problem import Transport
 from .statistics import AuxOutput, requested, undefined
 
-BACKENDS = {"sdpa": sdpa, "torch": definition}
+BACKENDS = {"native": native, "sdpa": sdpa, "torch": definition}
 
 
 @overload
@@ -131,6 +131,10 @@ def _choose(form: Form, names: tuple[str, ...], backend: str) -> Choice:
             raise NotImplementedError(f'backend "{backend}" cannot serve this problem: {reason}')
         return Choice(backend)
     reasons = {}
+    reason = native.unsupported(form, names)
+    if reason is None:
+        return Choice("native", reasons)
+    reasons["native"] = reason
     reason = sdpa.unsupported(form, names) or sdpa.unwise(form)
     if reason is None:
         return Choice("sdpa", reasons)

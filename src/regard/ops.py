@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .backends import native
 from .backends import torch as definition
 from .form import Form, output_shapes
 from .statistics import DIFFERENTIABLE
 
-BACKENDS: dict[str, Any] = {"torch": definition}  # those that follow the protocol forward(form, names), backward(...)
+BACKENDS: dict[str, Any] = {"torch": definition, "native": native}  # those that follow the protocol forward(form, names), backward(...)
 
 
 def run(backend: str, form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:

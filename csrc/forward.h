@@ -1,0 +1,409 @@
+// Forward, KL: one pass over the keys per block of rows, all of a row's statistics in its lane.
+//
+//   for each block of L rows (lanes), for each block of keys that some row may read:
+//     gate  <- the prior in base 2, if it does something here      [keys][L]
+//     x     <- exponents: Q K^T, softcap, bias, temperature, gate   [keys][L]
+//     m'    <- max(m, max x);  what was summed is scaled by 2^(m - m')
+//     p     <- 2^(x - m'); sum p, p t, p t^2 with t = x - m'        (entropy and variance: two multiply-adds)
+//     O^T   <- O^T + P^T V                                          [Dv][L]
+//   at the end each row turns its sums into output, dual and statistics.
+// Few rows over many keys (decoding): query heads that share a key head become rows of one block, and the keys are split
+// into a number of parts that depends on the shape alone; parts are merged in order, so threads never change a result.
+#pragma once
+#include "rows.h"
+
+namespace {
+
+constexpr int64_t KEY_BLOCK = 96;  // 48 ... 192 are equally fast
+constexpr int64_t ROW_BLOCKS = 4;  // blocks of rows that share a block of keys while it is in the cache
+
+struct Wanted {
+  bool moments, collision, apart, prior_mass, count, first, spread, drop;
+  Wanted(const Problem &p, const Terms &terms) {
+    moments = p.entropy || p.score_variance || p.kl || p.cost;
+    collision = p.collision, count = p.support || p.kl || p.free_energy;
+    apart = terms.prior && (p.score_variance || p.kl || p.cost || p.max_scores);
+    prior_mass = terms.prior && (p.kl || (p.free_energy && p.marginal >= regard::RELAX));
+    first = p.first_key_mass, spread = p.spread, drop = (bool)p.dropout_key;
+  }
+};
+
+// What a block of rows has summed so far. Weights are relative to 2^m, scores to the anchor (that of the heaviest key).
+template <class R, int NV> struct State {
+  using V = Vec<R>;
+  V m[NV], l[NV], e1[NV], e2[NV];        // max x; sums of p, p t, p t^2
+  V collision[NV], count[NV], first[NV], spread[NV];
+  V top[NV], anchor[NV], y1[NV], y2[NV];  // max s; sums of p (s - anchor), p (s - anchor)^2
+  V prior_top[NV], prior_sum[NV];         // of the prior's mass
+
+  void clear() {
+    memset((void *)this, 0, sizeof *this);
+    for (int n = 0; n < NV; ++n) m[n] = top[n] = first[n] = prior_top[n] = all(-INF<R>);
+  }
+
+  static V difference(V a, V b) {  // a - b for exponents a <= b, never NaN, bounded
+    return a == -INF<R> ? V{} : vmax(all((R)-1000), a - b);
+  }
+
+  // Everything relative to a larger maximum.
+  V raise(int n, V to) {
+    const V safe = to == -INF<R> ? V{} : to, r = vexp2(m[n] - safe), shift = difference(m[n], safe);
+    e2[n] = r * (e2[n] + shift * ((R)2 * e1[n] + shift * l[n]));
+    e1[n] = r * (e1[n] + shift * l[n]);
+    l[n] *= r, y1[n] *= r, y2[n] *= r, spread[n] *= r, collision[n] *= r * r;
+    m[n] = to;
+    return r;
+  }
+  void move_anchor(int n, V to) {
+    const V shift = anchor[n] - to;
+    y2[n] += shift * ((R)2 * y1[n] + shift * l[n]);
+    y1[n] += shift * l[n];
+    anchor[n] = to;
+  }
+  V raise_prior(int n, V to) {
+    const V safe = to == -INF<R> ? V{} : to, r = vexp2(prior_top[n] - safe);
+    prior_sum[n] *= r;
+    prior_top[n] = to;
+    return safe;
+  }
+
+  // Add what another part of the keys gave to the same rows.
+  void merge(State &other, R *ot, const R *other_ot, int64_t Dv) {
+    constexpr int N = Simd<R>::N, L = N * NV;
+    for (int n = 0; n < NV; ++n) {
+      const V to = vmax(m[n], other.m[n]);
+      const V heavier = m[n] >= other.m[n] ? anchor[n] : other.anchor[n];
+      move_anchor(n, heavier), other.move_anchor(n, heavier);
+      const V r = raise(n, to), q = other.raise(n, to);
+      for (int64_t d = 0; d < Dv; ++d) {
+        R *o = ot + d * L + n * N;
+        store(o, r * load(o) + q * load(other_ot + d * L + n * N));
+      }
+      l[n] += other.l[n], e1[n] += other.e1[n], e2[n] += other.e2[n];
+      collision[n] += other.collision[n], count[n] += other.count[n], spread[n] += other.spread[n];
+      y1[n] += other.y1[n], y2[n] += other.y2[n];
+      first[n] = vmax(first[n], other.first[n]), top[n] = vmax(top[n], other.top[n]);
+      const V prior = vmax(prior_top[n], other.prior_top[n]);
+      raise_prior(n, prior), other.raise_prior(n, prior);
+      prior_sum[n] += other.prior_sum[n];
+    }
+  }
+};
+
+// A thread's panels.
+template <class R, int NV> struct Panels {
+  static constexpr int64_t SIZE = KEY_BLOCK * Simd<R>::N * NV;
+  R *x, *gate, *bias, *score, *spare;
+  uint8_t *live;
+  explicit Panels(Arena &arena)
+      : x(arena.take<R>(SIZE)), gate(arena.take<R>(SIZE)), bias(arena.take<R>(SIZE)), score(arena.take<R>(SIZE)),
+        spare(arena.take<R>(SIZE)), live(arena.take<uint8_t>(KEY_BLOCK)) {}
+};
+
+// x -> p in place, for one vector of rows; the block's sums are made apart and then added: shorter chains of rounding.
+template <class R, int NV, bool MOMENTS> INLINE void weigh(State<R, NV> &state, int n, Vec<R> safe, int64_t keys, R *x) {
+  using V = Vec<R>;
+  constexpr int N = Simd<R>::N, L = N * NV;
+  V l = {}, e1 = {}, e2 = {};
+  for (int64_t j = 0; j < keys; ++j) {
+    R *at = x + j * L + n * N;
+    const V t = vmax(all((R)(sizeof(R) == 4 ? -200 : -2000)), load(at) - safe);
+    const V p = vexp2(t);
+    l += p;
+    if (MOMENTS) {
+      const V pt = p * t;
+      e1 += pt;
+      e2 += pt * t;
+    }
+    store(at, p);
+  }
+  state.l[n] += l;
+  if (MOMENTS) state.e1[n] += e1, state.e2[n] += e2;
+}
+
+// One block of keys for one block of rows; k and v point at key `first`.
+template <class R, int NV>
+void attend(const Problem &p, const Terms &terms, const Wanted &want, const Rows<R, NV> &rows, State<R, NV> &state,
+            const R *qt, R *ot, int64_t first, int64_t keys, const R *k, int64_t k_stride, const R *v, int64_t v_stride,
+            Panels<R, NV> &panels) {
+  using V = Vec<R>;
+  using M = Mask<R>;
+  constexpr int N = Simd<R>::N, L = N * NV;
+  R *x = panels.x;
+  const Gate gate = open_gate(p, terms, rows, first, keys, panels.gate, panels.bias, panels.spare, panels.live);
+  if (gate == CLOSED) return;
+  scores<R, NV>(qt, k, k_stride, p.D, keys, x);
+  if (gate == PARTLY || !terms.folded)
+    dress(p, terms, rows, keys, x, gate == PARTLY ? panels.gate : nullptr, panels.bias,
+          want.apart ? panels.score : nullptr, (R *)nullptr);
+
+  for (int n = 0; n < NV; ++n) {
+    V top = all(-INF<R>);
+    for (int64_t j = 0; j < keys; ++j) top = vmax(top, load(x + j * L + n * N));
+    const V to = vmax(state.m[n], top);
+    if (want.first && first == 0) state.first[n] = load(x + n * N);
+    const M higher = to > state.m[n];
+    if (want.apart) {
+      V anchor = state.anchor[n];
+      for (int64_t j = 0; j < keys; ++j) {
+        const V s = load(panels.score + j * L + n * N), e = load(x + j * L + n * N);
+        state.top[n] = e > -INF<R> ? vmax(state.top[n], s) : state.top[n];
+        anchor = (higher & (e == to)) ? s : anchor;
+      }
+      state.move_anchor(n, anchor);
+    }
+    if (any(higher)) {
+      const V r = state.raise(n, to);
+      for (int64_t d = 0; d < p.Dv; ++d) store(ot + d * L + n * N, r * load(ot + d * L + n * N));
+    }
+    const V safe = to == -INF<R> ? V{} : to;
+    if (want.moments)
+      weigh<R, NV, true>(state, n, safe, keys, x);
+    else
+      weigh<R, NV, false>(state, n, safe, keys, x);
+    if (want.apart) {
+      V y1 = {}, y2 = {};
+      for (int64_t j = 0; j < keys; ++j) {
+        const V w = load(x + j * L + n * N);
+        const V s = w > 0 ? load(panels.score + j * L + n * N) - state.anchor[n] : V{};
+        y1 += w * s, y2 += w * s * s;
+      }
+      state.y1[n] += y1, state.y2[n] += y2;
+    }
+    if (want.collision)
+      for (int64_t j = 0; j < keys; ++j) state.collision[n] += load(x + j * L + n * N) * load(x + j * L + n * N);
+    if (want.spread) {
+      const R *squares = (const R *)p.squares.data + p.squares.s0 * rows.b + p.squares.s1 * rows.kv;
+      for (int64_t j = 0; j < keys; ++j) state.spread[n] += load(x + j * L + n * N) * squares[first + j];
+    }
+    if (want.count) {
+      if (gate == OPEN)
+        state.count[n] += (R)keys;
+      else
+        for (int64_t j = 0; j < keys; ++j)
+          state.count[n] -= __builtin_convertvector(load(panels.gate + j * L + n * N) > -INF<R>, V);
+    }
+    if (want.prior_mass) {
+      V top = state.prior_top[n];
+      for (int64_t j = 0; j < keys; ++j) top = vmax(top, load(panels.gate + j * L + n * N));
+      const V safe = state.raise_prior(n, top);
+      for (int64_t j = 0; j < keys; ++j) state.prior_sum[n] += vexp2(load(panels.gate + j * L + n * N) - safe);
+    }
+    if (want.drop)
+      for (int64_t j = 0; j < keys; ++j) {
+        R *at = x + j * L + n * N;
+        store(at, load(at) * rows.kept(p, first + j, n));
+      }
+  }
+  if (p.out)
+    each_run(gate == PARTLY ? panels.live : nullptr, keys, [&](int64_t from, int64_t to) {
+      gather<R, NV>(x + from * L, v + from * v_stride, v_stride, to - from, p.Dv, ot);
+    });
+}
+
+template <class R> INLINE void put(int64_t to, int64_t at, R value) {
+  if (to) ((R *)to)[at] = value;
+}
+
+// From sums to results: the definitions of statistics.py in closed form, one row at a time.
+template <class R, int NV>
+void finish(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, const State<R, NV> &state, const R *ot) {
+  constexpr int N = Simd<R>::N, L = N * NV;
+  R share[L];
+  for (int i = 0; i < rows.n; ++i) {
+    const int n = i / N, lane = i % N;
+    const int64_t at = rows.flat(p, i);
+    const R m = state.m[n][lane], l = state.l[n][lane], tau = rows.temperature[i], c = rows.c[n][lane];
+    const R level = rows.level[i];
+    const bool keys = m > -INF<R> || m != m;
+    const bool sink = p.marginal == regard::SINK;
+    // The distribution: 2^(x - top) / total, the null key included.
+    const R null_x = sink ? level * c : -INF<R>, top = m > null_x || m != m ? m : null_x;
+    const R real = keys ? exp2_of(m - top) : 0, null = sink ? exp2_of(null_x - top) : 0;
+    const R total = l * real + null, log_total = log2_of(total);
+    const bool some = keys || sink;
+    const R lse = some ? (R)LN2 * (top + log_total) : -INF<R>;
+    const R part = some ? real / total : 0;  // of the distribution, per weight
+    const R null_part = sink ? null / total : 0;
+    // The plan: p = weight * factor.
+    R factor = part * (R)p.mass, dual = some ? tau * lse : -INF<R>, value = dual;
+    if (p.marginal == regard::ROWS && p.mass != 1) {
+      dual -= tau * (R)(LN2 * ::log2(p.mass));
+      value = dual * (R)p.mass;
+    }
+    R prior_mass = state.count[n][lane];
+    R log_prior_mass = ::log2(prior_mass);
+    if (terms.prior) {
+      log_prior_mass = state.prior_top[n][lane] + log2_of(state.prior_sum[n][lane]);
+      prior_mass = exp2_of(log_prior_mass);
+      if (!keys) prior_mass = 0, log_prior_mass = -INF<R>;
+    }
+    if (p.marginal == regard::RELAX) {
+      dual = dual * (level / (tau + level));
+      const R mass = keys ? exp2_of(dual / level * (R)LOG2E) : 0;
+      factor = part * mass;
+      value = (tau + level) * mass - tau * prior_mass - level;
+    } else if (p.marginal == regard::FREE) {
+      dual = -level;
+      factor = keys ? exp2_of(m + level * c) : 0;
+      value = tau * (factor * l - prior_mass);
+    }
+    share[i] = factor;
+    put(p.lse, at, lse);
+    put(p.dual, at, dual);
+    put(p.free_energy, at, value);
+    if (p.entropy || p.kl || p.score_variance || p.cost) {
+      const R shift = keys ? m - top : 0, null_shift = sink ? null_x - top : 0;
+      const R e1 = state.e1[n][lane], e2 = state.e2[n][lane];
+      const R mean = part * (e1 + shift * l) + null_part * null_shift;
+      const R entropy = some ? (R)LN2 * (log_total - mean) : 0;
+      put(p.entropy, at, entropy < 0 ? 0 : entropy);
+      const R y1 = state.y1[n][lane], y2 = state.y2[n][lane], anchor = state.anchor[n][lane];
+      if (p.kl) {
+        R log_prior = terms.prior && keys ? part * (l * (m - c * anchor) + e1 - c * y1) : 0;
+        if (sink) log_prior_mass = log2_of(exp2_of(log_prior_mass) + 1);
+        const R kl = some ? (R)LN2 * (log_prior_mass - log_prior) - entropy : 0;
+        put(p.kl, at, kl < 0 ? 0 : kl);
+      }
+      if (p.score_variance) {
+        R variance;
+        if (terms.prior) {
+          const R away = sink && keys ? level - anchor : 0;
+          const R mean_y = part * y1 + null_part * away, square = part * y2 + null_part * away * away;
+          variance = (square - mean_y * mean_y) / (tau * tau);
+        } else {
+          const R square = part * (e2 + shift * (2 * e1 + shift * l)) + null_part * null_shift * null_shift;
+          variance = (R)(LN2 * LN2) * (square - mean * mean);
+        }
+        put(p.score_variance, at, some && !(variance < 0) ? variance : 0);
+      }
+      if (p.cost) {
+        const R sum = terms.prior ? anchor * l + y1 : (m * l + e1) / c;
+        put(p.cost, at, keys ? -factor * sum : 0);
+      }
+    }
+    put(p.max_scores, at, terms.prior ? state.top[n][lane] : keys ? m / c : -INF<R>);
+    put(p.max_weight, at, factor > null_part ? factor : null_part);
+    put(p.collision, at, factor * factor * state.collision[n][lane] + null_part * null_part);
+    put(p.support, at, state.count[n][lane]);
+    put(p.first_key_mass, at, keys ? factor * exp2_of(state.first[n][lane] - m) : 0);
+    put(p.mass_sent, at, factor * l);
+    put(p.spread, at, factor * state.spread[n][lane]);
+  }
+  if (p.out)
+    for (int i = 0; i < rows.n; ++i) {
+      R *out = (R *)p.out + rows.flat(p, i) * p.Dv;
+      for (int64_t d = 0; d < p.Dv; ++d) out[d] = ot[d * L + i] * share[i];
+    }
+}
+
+// How the work is cut: by the shape alone.
+template <class R, int NV> struct Cut {
+  static constexpr int L = Simd<R>::N * NV;
+  bool packed;
+  int64_t units, rows, blocks, tasks, splits, keys;
+
+  explicit Cut(const Problem &p) {
+    const int64_t group = p.H / p.Hkv;
+    packed = group > 1 && p.Tq < 16;
+    units = p.B * (packed ? p.Hkv : p.H), rows = packed ? p.Tq * group : p.Tq;
+    const int64_t blocks_of_rows = (rows + L - 1) / L;
+    blocks = least(ROW_BLOCKS, most((int64_t)1, units * blocks_of_rows / 32));
+    tasks = (blocks_of_rows + blocks - 1) / blocks;
+    splits = least((64 + units * tasks - 1) / (units * tasks), most((int64_t)1, p.Tk / 512));
+    if (units * tasks >= 32) splits = 1;
+    keys = (p.Tk + splits - 1) / splits;
+    keys = (keys + KEY_BLOCK - 1) / KEY_BLOCK * KEY_BLOCK;
+  }
+  // A block of rows: transposed queries, transposed output, sums.
+  int64_t block_bytes(const Problem &p) const {
+    return L * (p.D + p.Dv) * sizeof(R) + sizeof(Rows<R, NV>) + sizeof(State<R, NV>) + 512;
+  }
+  int64_t thread_bytes(const Problem &p) const {
+    return blocks * block_bytes(p) + (5 * Panels<R, NV>::SIZE + KEY_BLOCK * (p.D + p.Dv)) * sizeof(R) + KEY_BLOCK + 1024;
+  }
+  int64_t part_bytes(const Problem &p) const {
+    return splits > 1 ? (L * p.Dv * (int64_t)sizeof(R) + (int64_t)sizeof(State<R, NV>) + 63) / 64 * 64 : 0;
+  }
+  int64_t parts() const { return units * tasks * blocks * splits; }
+  int64_t bytes(const Problem &p) const { return p.threads * thread_bytes(p) + parts() * part_bytes(p) + 128; }
+
+  void place(const Problem &p, Rows<R, NV> &r, int64_t unit, int64_t block) const {
+    const int64_t group = p.H / p.Hkv, heads = packed ? p.Hkv : p.H;
+    const int64_t b = unit / heads, h = packed ? unit % heads * group : unit % heads;
+    r.place(p, b, h / group, h, packed, block * L, least((int64_t)L, rows - block * L));
+  }
+};
+
+template <class R, int NV> void forward_as(const Problem &p) {
+  using RowsOf = Rows<R, NV>;
+  using StateOf = State<R, NV>;
+  const Terms terms(p);
+  const Wanted want(p, terms);
+  const Cut<R, NV> cut(p);
+  constexpr int L = RowsOf::L;
+  char *scratch = (char *)((p.scratch + 63) / 64 * 64);
+  char *parts = scratch + p.threads * cut.thread_bytes(p) / 64 * 64 + 64;
+  const int64_t part_bytes = cut.part_bytes(p), jobs = cut.units * cut.tasks * cut.splits;
+  const int64_t all_blocks = (cut.rows + L - 1) / L;
+
+  parallel(p.threads, jobs, [&](int64_t job, int64_t thread) {
+    const int64_t split = job % cut.splits, task = cut.tasks - 1 - job / cut.splits % cut.tasks;  // longest rows first
+    const int64_t unit = job / cut.splits / cut.tasks;
+    Arena arena{scratch + thread * (cut.thread_bytes(p) / 64 * 64)};
+    Panels<R, NV> panels(arena);
+    R *k_spare = arena.take<R>(KEY_BLOCK * p.D), *v_spare = arena.take<R>(KEY_BLOCK * p.Dv);
+    RowsOf *rows[ROW_BLOCKS];
+    StateOf *state[ROW_BLOCKS];
+    R *qt[ROW_BLOCKS], *ot[ROW_BLOCKS];
+    int64_t lo = p.Tk, hi = 0;
+    const int64_t first_block = task * cut.blocks, blocks = least(cut.blocks, all_blocks - first_block);
+    for (int64_t g = 0; g < blocks; ++g) {
+      rows[g] = arena.take<RowsOf>(1), state[g] = arena.take<StateOf>(1);
+      qt[g] = arena.take<R>(L * p.D), ot[g] = arena.take<R>(L * p.Dv);
+      cut.place(p, *rows[g], unit, first_block + g);
+      state[g]->clear();
+      memset(ot[g], 0, L * p.Dv * sizeof(R));
+      rows[g]->transpose(p.query, p.D, qt[g], [&](int i) { return rows[g]->factor(p, terms, i); });
+      lo = least(lo, rows[g]->lo), hi = most(hi, rows[g]->hi);
+    }
+    lo = most(lo, split * cut.keys), hi = least(hi, (split + 1) * cut.keys);
+    for (int64_t from = lo; from < hi; from += KEY_BLOCK) {
+      const int64_t keys = least(KEY_BLOCK, hi - from);
+      int64_t k_stride, v_stride;
+      const R *k = as_rows(p.key, rows[0]->b, rows[0]->kv, from, keys, p.D, k_spare, k_stride);
+      const R *v = as_rows(p.value, rows[0]->b, rows[0]->kv, from, keys, p.Dv, v_spare, v_stride);
+      for (int64_t g = 0; g < blocks; ++g) {
+        const int64_t a = most(from, rows[g]->lo), z = least(from + keys, rows[g]->hi);
+        if (a < z)
+          attend(p, terms, want, *rows[g], *state[g], qt[g], ot[g], a, z - a, k + (a - from) * k_stride, k_stride,
+                 v + (a - from) * v_stride, v_stride, panels);
+      }
+    }
+    for (int64_t g = 0; g < blocks; ++g) {
+      if (cut.splits == 1) {
+        finish(p, terms, *rows[g], *state[g], ot[g]);
+      } else {
+        char *part = parts + ((unit * cut.tasks * cut.blocks + first_block + g) * cut.splits + split) * part_bytes;
+        memcpy(part, state[g], sizeof(StateOf));
+        memcpy(part + sizeof(StateOf), ot[g], L * p.Dv * sizeof(R));
+      }
+    }
+  });
+  if (cut.splits == 1) return;
+  parallel(p.threads, cut.units * all_blocks, [&](int64_t job, int64_t) {
+    const int64_t unit = job / all_blocks, block = job % all_blocks;
+    RowsOf rows;
+    cut.place(p, rows, unit, block);
+    char *part = parts + (unit * cut.tasks * cut.blocks + block) * cut.splits * part_bytes;
+    StateOf *state = (StateOf *)part;
+    R *ot = (R *)(part + sizeof(StateOf));
+    for (int64_t split = 1; split < cut.splits; ++split) {
+      char *other = part + split * part_bytes;
+      state->merge(*(StateOf *)other, ot, (const R *)(other + sizeof(StateOf)), p.Dv);
+    }
+    finish(p, terms, rows, *state, ot);
+  });
+}
+
+}  // namespace

@@ -1,0 +1,61 @@
+// The engine of one instruction set: this file is compiled once for each, with ENGINE naming the result.
+#include "problem.h"
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace {
+
+// f(job, thread) for each job, in any order on `threads` threads; no result may depend on which thread took what.
+template <class F> void parallel(int64_t threads, int64_t jobs, F f) {
+  if (threads <= 1 || jobs <= 1) {
+    for (int64_t job = 0; job < jobs; ++job) f(job, (int64_t)0);
+    return;
+  }
+#ifdef _OPENMP
+#pragma omp parallel num_threads((int)threads)
+  {
+    const int64_t thread = omp_get_thread_num();
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t job = 0; job < jobs; ++job) f(job, thread);
+  }
+#else
+  for (int64_t job = 0; job < jobs; ++job) f(job, (int64_t)0);
+#endif
+}
+
+}  // namespace
+
+#include "forward.h"
+
+namespace {
+
+using regard::Problem;
+
+// Few rows do not fill three vectors.
+template <class R> bool narrow(const Problem &p) {
+  const int64_t group = p.H / p.Hkv;
+  return (group > 1 && p.Tq < 16 ? group * p.Tq : p.Tq) <= Simd<R>::N;
+}
+
+template <class R> int64_t forward_scratch_as(const Problem &p) {
+  return narrow<R>(p) ? Cut<R, 1>(p).bytes(p) : Cut<R, 3>(p).bytes(p);
+}
+template <class R> void forward_of(const Problem &p) { narrow<R>(p) ? forward_as<R, 1>(p) : forward_as<R, 3>(p); }
+
+int64_t forward_scratch(const Problem &p) {
+  return p.compute == regard::F64 ? forward_scratch_as<double>(p) : forward_scratch_as<float>(p);
+}
+void forward(const Problem &p) { p.compute == regard::F64 ? forward_of<double>(p) : forward_of<float>(p); }
+
+int64_t backward_scratch(const Problem &) { return 0; }
+void backward(const Problem &) {}
+
+}  // namespace
+
+#define TEXT_(x) #x
+#define TEXT(x) TEXT_(x)
+namespace regard {
+extern const Engine ENGINE;
+const Engine ENGINE = {TEXT(ENGINE), Simd<float>::N * 3, forward_scratch, forward, backward_scratch, backward};
+}  // namespace regard

@@ -1,0 +1,103 @@
+// The binding: records in, addresses only; no copies, the GIL released while a kernel runs.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#endif
+
+#include "problem.h"
+
+namespace nb = nanobind;
+using regard::Engine;
+using regard::Problem;
+
+namespace regard {
+extern const Engine baseline;
+#ifdef REGARD_X86
+extern const Engine x86_64_v3, x86_64_v4;
+#endif
+}  // namespace regard
+
+static std::vector<const Engine *> found() {  // best first
+  std::vector<const Engine *> engines;
+#ifdef REGARD_X86
+  __builtin_cpu_init();
+  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+  if (v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd"))
+    engines.push_back(&regard::x86_64_v4);
+  if (v3) engines.push_back(&regard::x86_64_v3);
+#endif
+  engines.push_back(&regard::baseline);
+  return engines;
+}
+
+static const Engine *choose() {
+  const auto engines = found();
+  const char *forced = std::getenv("REGARD_ISA");
+  if (!forced || !*forced) return engines[0];
+  for (const Engine *e : engines)
+    if (!std::strcmp(e->name, forced)) return e;
+  throw std::runtime_error(std::string("REGARD_ISA: this machine has no ") + forced);
+}
+
+static const Engine *engine = nullptr;
+// An OpenMP runtime does not survive a fork: its threads are gone, and waiting for them would never end.
+static std::atomic<bool> forked{false};
+
+static Problem read(nb::bytes record) {
+  if (record.size() != sizeof(Problem)) throw std::invalid_argument("record of the wrong size");
+  Problem p;
+  std::memcpy(&p, record.data(), sizeof p);
+  if (forked) p.threads = 1;
+  return p;
+}
+
+NB_MODULE(_native, m) {
+  engine = choose();
+#if defined(__unix__) || defined(__APPLE__)
+  pthread_atfork(nullptr, nullptr, [] { forked = true; });
+#endif
+  m.def("fields", [] {  // (name, "int" | "real" | "tensor") in order
+    std::vector<std::vector<std::string>> list;
+#define INT(name) list.push_back({#name, "int"});
+#define REAL(name) list.push_back({#name, "real"});
+#define TENSOR(name) list.push_back({#name, "tensor"});
+    REGARD_FIELDS(INT, REAL, TENSOR)
+    return list;
+  });
+  m.def("isa", [] { return std::string(engine->name); });
+  m.def("isas", [] {
+    std::vector<std::string> names;
+    for (const Engine *e : found()) names.push_back(e->name);
+    return names;
+  });
+  m.def("use", [](const std::string &name) {  // for tests
+    for (const Engine *e : found())
+      if (name == e->name) return void(engine = e);
+    throw std::invalid_argument("this machine has no " + name);
+  });
+  m.def("lanes", [] { return engine->lanes; });
+  m.def("forward_scratch", [](nb::bytes record) { return engine->forward_scratch(read(record)); });
+  m.def("backward_scratch", [](nb::bytes record) { return engine->backward_scratch(read(record)); });
+  m.def("forward", [](nb::bytes record, int64_t scratch) {
+    Problem p = read(record);
+    p.scratch = scratch;
+    nb::gil_scoped_release release;
+    engine->forward(p);
+  });
+  m.def("backward", [](nb::bytes record, int64_t scratch) {
+    Problem p = read(record);
+    p.scratch = scratch;
+    nb::gil_scoped_release release;
+    engine->backward(p);
+  });
+}

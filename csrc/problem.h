@@ -1,0 +1,67 @@
+// What a call describes: one flat record that Python fills (it reads the list of fields from the module, so the two
+// cannot drift apart). Tensors are an address, an element type and four strides in elements; stride 0 broadcasts.
+#pragma once
+#include <cstdint>
+
+namespace regard {
+
+enum Type : int64_t { F32 = 0, F64 = 1, BF16 = 2, F16 = 3, I64 = 4, BOOL = 5 };
+enum Marginal : int64_t { ROWS = 0, SINK = 1, RELAX = 2, FREE = 3 };
+
+struct Tensor {
+  int64_t data, type, s0, s1, s2, s3;
+  explicit operator bool() const { return data != 0; }
+};
+
+constexpr int PRIORS = 4;  // log-priors that one problem may multiply
+
+// clang-format off
+#define REGARD_FIELDS(INT, REAL, TENSOR)                                                                               \
+  INT(threads) INT(compute)                     /* compute: F32 or F64 */                                              \
+  INT(B) INT(H) INT(Hkv) INT(Tq) INT(Tk) INT(D) INT(Dv)                                                                \
+  INT(left) INT(right) INT(offset)              /* row i reads keys i + offset - left ... i + offset + right */        \
+  INT(marginal) INT(threshold)                  /* a weight is kept where its hash is >= threshold */                  \
+  INT(scratch)                                                                                                         \
+  REAL(scale) REAL(softcap)                     /* softcap 0: none */                                                  \
+  REAL(mass) REAL(level_value) REAL(temperature_value) REAL(kept_scale)                                                \
+  TENSOR(query) TENSOR(key) TENSOR(value) TENSOR(score_bias) TENSOR(mask)                                              \
+  TENSOR(prior0) TENSOR(prior1) TENSOR(prior2) TENSOR(prior3)                                                          \
+  TENSOR(slopes) TENSOR(query_ids) TENSOR(key_ids) TENSOR(level) TENSOR(temperature) TENSOR(dropout_key)               \
+  TENSOR(squares)                               /* [B, Hkv, 1, Tk]: |v - centre|^2, for the spread */                  \
+  /* forward: results, contiguous in the compute type, 0 if not asked for */                                           \
+  INT(out) INT(lse) INT(dual) INT(free_energy) INT(entropy) INT(kl) INT(max_scores) INT(max_weight)                    \
+  INT(score_variance) INT(collision) INT(support) INT(first_key_mass) INT(mass_sent) INT(cost) INT(spread)             \
+  /* backward: saved outputs and incoming gradients, then results */                                                   \
+  TENSOR(saved_out) TENSOR(saved_dual) TENSOR(saved_lse) TENSOR(saved_entropy)                                         \
+  TENSOR(grad_out) TENSOR(grad_lse) TENSOR(grad_entropy)                                                               \
+  INT(chunks)                                   /* of keys; each has its own part of what rows accumulate */           \
+  INT(dq)                                       /* [chunks, B, H, Tq, D] */                                            \
+  INT(dk) INT(dv)                               /* [B, Hkv, Tk, D|Dv], zeroed */                                       \
+  INT(row_dot)                                  /* [chunks, B, H, Tq]: <grad_out, out> */                              \
+  INT(row_g) INT(row_gs) INT(row_gd)            /* the same: sums over keys of G, G s, G |distance|; G = tau dL/ds */   \
+  INT(key_g) INT(key_ds)                        /* [B, H, Tk]: sums over queries of G and of dL/ds, zeroed */          \
+  TENSOR(dense_g) TENSOR(dense_ds)              /* the user's [B|1, H|1, Tq, Tk], zeroed; broadcast dims add up */      \
+  INT(key_mass)                                 /* [B, H, Tk]: sums over queries of p */
+// clang-format on
+
+struct Problem {
+#define INT(name) int64_t name;
+#define REAL(name) double name;
+#define TENSOR(name) Tensor name;
+  REGARD_FIELDS(INT, REAL, TENSOR)
+#undef INT
+#undef REAL
+#undef TENSOR
+};
+
+// One engine per instruction set: the same source, compiled more than once.
+struct Engine {
+  const char *name;
+  int lanes;
+  int64_t (*forward_scratch)(const Problem &);
+  void (*forward)(const Problem &);
+  int64_t (*backward_scratch)(const Problem &);
+  void (*backward)(const Problem &);
+};
+
+}  // namespace regard

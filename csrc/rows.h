@@ -1,0 +1,267 @@
+// A block of rows: L rows of the plan that read one key/value head, one per lane; and what turns their raw products
+// into exponents. All exponents are in base 2: x = (s/tau + log pi) * log2(e), and -inf where a key is not admissible.
+#pragma once
+#include "tiles.h"
+
+namespace {
+
+using regard::Problem;
+using regard::Tensor;
+
+// Which terms a problem has, decided once per call.
+struct Terms {
+  bool bias, mask, documents, prior, capped;
+  bool folded;  // x is the raw product: scale and temperature are multiplied into the query
+  const Tensor *priors[regard::PRIORS];
+  int n_priors;
+
+  explicit Terms(const Problem &p)
+      : bias(p.score_bias), mask(p.mask), documents(p.query_ids), prior(p.slopes), capped(p.softcap != 0), n_priors(0) {
+    const Tensor *given[] = {&p.prior0, &p.prior1, &p.prior2, &p.prior3};
+    for (const Tensor *t : given)
+      if (*t) priors[n_priors++] = t, prior = true;
+    folded = !(bias || prior || capped);
+  }
+};
+
+template <class R, int NV> struct Rows {
+  static constexpr int N = Simd<R>::N, L = N * NV;
+  using V = Vec<R>;
+  using M = Mask<R>;
+
+  V c[NV];         // log2(e) / tau
+  V slope[NV];     // of the prior, times log2(e)
+  M position[NV];  // where the row stands among the keys
+  M hash[NV];      // dropout's state of (b, h, i); the low 32 bits count
+  R temperature[L], level[L];
+  int n;  // rows that exist; the lanes beyond repeat the last one
+  int64_t b, kv, head[L], query[L], document[L], least_document, most_document;
+  int64_t lo, hi;          // keys that some row may read, as far as the band says
+  int64_t all_lo, all_hi;  // keys that every row may read
+
+  int64_t at(const Tensor &t, int lane) const { return t.s0 * b + t.s1 * head[lane] + t.s2 * query[lane]; }
+  // In a contiguous [B, H, Tq].
+  int64_t flat(const Problem &p, int lane) const { return (b * p.H + head[lane]) * p.Tq + query[lane]; }
+
+  // Rows first ... first + count of head h; or, packed, of all heads that read `kv`, one head after the other.
+  void place(const Problem &p, int64_t b_, int64_t kv_, int64_t h, bool packed, int64_t first, int64_t count) {
+    b = b_, kv = kv_, n = (int)count;
+    int64_t low = INT64_MAX, high = INT64_MIN;
+    for (int i = 0; i < L; ++i) {
+      const int64_t row = first + least((int64_t)i, count - 1);
+      head[i] = packed ? h + row / p.Tq : h;
+      query[i] = packed ? row % p.Tq : row;
+      temperature[i] = p.temperature ? element<R>(p.temperature.data, p.temperature.type, at(p.temperature, i))
+                                     : (R)p.temperature_value;
+      level[i] = p.level ? element<R>(p.level.data, p.level.type, at(p.level, i)) : (R)p.level_value;
+      c[i / N][i % N] = (R)LOG2E / temperature[i];
+      slope[i / N][i % N] = p.slopes ? (R)LOG2E * element<R>(p.slopes.data, p.slopes.type, at(p.slopes, i)) : 0;
+      const int64_t where = query[i] + p.offset;
+      position[i / N][i % N] = (typename Simd<R>::I)where;
+      low = least(low, where), high = most(high, where);
+    }
+    lo = most(low - p.left, (int64_t)0), hi = least(high + p.right + 1, p.Tk);
+    if (p.left + p.right < 0) hi = lo;  // an empty band
+    all_lo = high - p.left, all_hi = low + p.right + 1;
+    if (p.query_ids) {
+      least_document = INT64_MAX, most_document = INT64_MIN;
+      for (int i = 0; i < L; ++i) {
+        document[i] = ((const int64_t *)p.query_ids.data)[at(p.query_ids, i)];
+        least_document = least(least_document, document[i]), most_document = most(most_document, document[i]);
+      }
+    }
+    if (p.dropout_key)
+      for (int i = 0; i < L; ++i) {
+        const uint32_t key = (uint32_t)((const int64_t *)p.dropout_key.data)[at(p.dropout_key, i)];
+        hash[i / N][i % N] = (typename Simd<R>::I)mix(key ^ mix((uint32_t)query[i] + 0x9E3779B9u));
+      }
+  }
+
+  static uint32_t mix(uint32_t a) {  // MurmurHash3's finaliser
+    a = (a ^ (a >> 16)) * 0x85EBCA6Bu;
+    a = (a ^ (a >> 13)) * 0xC2B2AE35u;
+    return a ^ (a >> 16);
+  }
+
+  // Which lanes keep the weight of key j, as a vector of 1/(1-p) and 0.
+  V kept(const Problem &p, int64_t j, int n) const {
+    V result;
+    const uint32_t key = mix((uint32_t)j + 0x9E3779B9u);
+    for (int i = 0; i < N; ++i)
+      result[i] = (int64_t)mix((uint32_t)hash[n][i] ^ key) >= p.threshold ? (R)p.kept_scale : 0;
+    return result;
+  }
+
+  // What the query is multiplied by before its products.
+  R factor(const Problem &p, const Terms &terms, int lane) const {
+    if (terms.folded) return (R)p.scale * c[lane / N][lane % N];
+    return terms.capped ? (R)(p.scale / p.softcap) : (R)p.scale;
+  }
+
+  // A tensor's rows, transposed: to[d][lane] = t[row][d] * factor; 0 in lanes without a row.
+  template <class F> void transpose(const Tensor &t, int64_t D, R *to, F factor) const {
+    for (int i = 0; i < n; ++i) copy<R>(t.data, t.type, at(t, i), t.s3, D, to + i, L, factor(i));
+    for (int i = n; i < L; ++i)
+      for (int64_t d = 0; d < D; ++d) to[d * L + i] = 0;
+  }
+
+  // panel[j][lane] = t[row][first + j], for a tensor that broadcasts to the plan.
+  void fill(const Tensor &t, int64_t first, int64_t keys, R *panel) const {
+    bool same = true;
+    for (int i = 1; i < L; ++i) same &= at(t, i) == at(t, 0);
+    if (same) {
+      for (int64_t j = 0; j < keys; ++j) {
+        const V x = all(element<R>(t.data, t.type, at(t, 0) + (first + j) * t.s3));
+        for (int n = 0; n < NV; ++n) store(panel + j * L + n * N, x);
+      }
+    } else {
+      for (int i = 0; i < L; ++i) copy<R>(t.data, t.type, at(t, i) + first * t.s3, t.s3, keys, panel + i, L, (R)1);
+    }
+  }
+};
+
+enum Gate { CLOSED, OPEN, PARTLY };
+
+// The prior of a block of keys, in base 2: gate[j][lane], -inf where not admissible. CLOSED: no row may read any key;
+// OPEN: gate is 0 everywhere and was not written. live[j] says whether some row reads key j: a key that none reads may
+// hold NaN, and 0 * NaN must not be formed. The band alone leaves no key of [lo, hi) unread.
+template <class R, int NV>
+Gate open_gate(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, int64_t first, int64_t keys, R *gate,
+               R *bias, R *spare, uint8_t *live) {
+  using G = Rows<R, NV>;
+  using V = typename G::V;
+  using M = typename G::M;
+  constexpr int N = G::N, L = G::L;
+  const bool edge = first < rows.all_lo || first + keys > rows.all_hi;
+  bool documents = false;
+  if (terms.documents) {
+    const int64_t *ids = (const int64_t *)p.key_ids.data + p.key_ids.s0 * rows.b;
+    int64_t low = INT64_MAX, high = INT64_MIN;
+    for (int64_t j = first; j < first + keys; ++j)
+      low = least(low, ids[j * p.key_ids.s3]), high = most(high, ids[j * p.key_ids.s3]);
+    if (high < 0 || high < rows.least_document || low > rows.most_document) return CLOSED;
+    documents = !(low == high && rows.least_document == low && rows.most_document == low);
+  }
+  if (!(edge || documents || terms.bias || terms.mask || terms.prior)) return OPEN;
+
+  using I = typename Simd<R>::I;
+  const I right = (I)least(p.right, (int64_t)1 << 30), left = (I)least(p.left, (int64_t)1 << 30);
+  for (int64_t j = 0; j < keys; ++j)
+    for (int n = 0; n < NV; ++n) {
+      const M distance = (I)(first + j) - rows.position[n];
+      V x = {};
+      if (p.slopes) x -= rows.slope[n] * __builtin_convertvector(distance < 0 ? -distance : distance, V);
+      if (edge) x = ((distance > right) | (distance < -left)) ? all(-INF<R>) : x;
+      store(gate + j * L + n * N, x);
+    }
+  for (int t = 0; t < terms.n_priors; ++t) {
+    rows.fill(*terms.priors[t], first, keys, spare);
+    for (int64_t at = 0; at < keys * L; at += N) {
+      const V x = load(spare + at), g = load(gate + at);
+      const M shut = (x == -INF<R>) | (g == -INF<R>);
+      store(gate + at, shut ? all(-INF<R>) : vmax(all(LOWEST<R>), g + x * (R)LOG2E));
+    }
+  }
+  if (terms.bias) {
+    rows.fill(p.score_bias, first, keys, bias);
+    for (int64_t at = 0; at < keys * L; at += N) {
+      const M shut = load(bias + at) == -INF<R>;
+      store(gate + at, shut ? all(-INF<R>) : load(gate + at));
+    }
+  }
+  if (terms.mask) {
+    rows.fill(p.mask, first, keys, spare);
+    for (int64_t at = 0; at < keys * L; at += N) {
+      const M shut = load(spare + at) == (R)0;
+      store(gate + at, shut ? all(-INF<R>) : load(gate + at));
+    }
+  }
+  if (documents) {
+    const int64_t *ids = (const int64_t *)p.key_ids.data + p.key_ids.s0 * rows.b;
+    for (int64_t j = 0; j < keys; ++j) {
+      const int64_t id = ids[(first + j) * p.key_ids.s3];
+      for (int i = 0; i < L; ++i)
+        if (id != rows.document[i] || id < 0) gate[j * L + i] = -INF<R>;
+    }
+  }
+  if (!(documents || terms.bias || terms.mask || terms.n_priors)) {
+    memset(live, 1, keys);
+    return PARTLY;
+  }
+  bool open = false;
+  for (int64_t j = 0; j < keys; ++j) {
+    M some = {};
+    for (int n = 0; n < NV; ++n) some |= load(gate + j * L + n * N) > -INF<R>;
+    open |= live[j] = any(some);
+  }
+  return open ? PARTLY : CLOSED;
+}
+
+// From raw products to x (in place); `score` receives s if it is wanted apart, `slope` the derivative of the softcap.
+template <class R, int NV>
+void dress(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, int64_t keys, R *x, const R *gate,
+           const R *bias, R *score, R *slope) {
+  using V = Vec<R>;
+  constexpr int N = Simd<R>::N, L = N * NV;
+  const R cap = (R)p.softcap;
+  for (int64_t j = 0; j < keys; ++j)
+    for (int n = 0; n < NV; ++n) {
+      const int64_t at = j * L + n * N;
+      V s = load(x + at);
+      if (!terms.folded) {
+        if (terms.capped) {
+          s = vtanh(s);
+          if (slope) store(slope + at, (R)1 - s * s);
+          s *= cap;
+        }
+        if (terms.bias) s += load(bias + at);
+        if (score) store(score + at, s);
+        s *= rows.c[n];
+      }
+      if (gate) {
+        const V g = load(gate + at);
+        s = g == -INF<R> ? g : vmax(all(LOWEST<R>), s + g);
+      }
+      store(x + at, s);
+    }
+}
+
+// f(from, to) for each run of keys that some row reads.
+template <class F> INLINE void each_run(const uint8_t *live, int64_t keys, F f) {
+  if (!live) return f((int64_t)0, keys);
+  for (int64_t j = 0; j < keys;) {
+    if (!live[j]) {
+      ++j;
+      continue;
+    }
+    const int64_t from = j;
+    while (j < keys && live[j]) ++j;
+    f(from, j);
+  }
+}
+
+// Keys (or values) of a block as rows of R: where they lie if that is what they are, else a copy.
+template <class R>
+const R *as_rows(const Tensor &t, int64_t b, int64_t kv, int64_t first, int64_t keys, int64_t D, R *spare,
+                 int64_t &stride) {
+  const int64_t at = t.s0 * b + t.s1 * kv + t.s2 * first;
+  if (t.type == (sizeof(R) == 4 ? regard::F32 : regard::F64) && (t.s3 == 1 || D == 1)) {
+    stride = t.s2;
+    return (const R *)t.data + at;
+  }
+  for (int64_t j = 0; j < keys; ++j) copy<R>(t.data, t.type, at + j * t.s2, t.s3, D, spare + j * D, 1, (R)1);
+  stride = D;
+  return spare;
+}
+
+// One thread's working memory, handed out in pieces that are a multiple of 64 bytes.
+struct Arena {
+  char *next;
+  template <class T> T *take(int64_t count) {
+    T *result = (T *)next;
+    next += (count * (int64_t)sizeof(T) + 63) / 64 * 64;
+    return result;
+  }
+};
+
+}  // namespace

@@ -1,0 +1,112 @@
+// The three products that everything is made of. A panel is [keys][L]: one row per key, L rows of the plan as lanes.
+//   scores:  panel[j][:]  = sum_d  at[d][:] * b[j][d]       Q K^T and dO V^T
+//   gather:  ct[d][:]    += sum_j  panel[j][:] * b[j][d]    P V and dS K, transposed: [d][L]
+//   scatter: c[j][d]     += sum_i  panel[j][i] * a[i][d]    P^T dO and dS^T Q, lanes along d
+// Only the small left operand (a block of rows) is ever transposed; keys and values are read as they lie.
+#pragma once
+#include "vector.h"
+
+namespace {
+
+template <class R, int NV, int KEYS>
+INLINE void score_tile(const R *at, const R *b, int64_t stride, int64_t D, R *panel) {
+  constexpr int N = Simd<R>::N, L = N * NV;
+  Vec<R> sum[KEYS][NV] = {};
+  for (int64_t d = 0; d < D; ++d) {
+    Vec<R> a[NV];
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; ++n) a[n] = load(at + d * L + n * N);
+#pragma GCC unroll 16
+    for (int k = 0; k < KEYS; ++k) {
+      const Vec<R> x = all(b[k * stride + d]);
+#pragma GCC unroll 8
+      for (int n = 0; n < NV; ++n) sum[k][n] += a[n] * x;
+    }
+  }
+#pragma GCC unroll 16
+  for (int k = 0; k < KEYS; ++k)
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; ++n) store(panel + k * L + n * N, sum[k][n]);
+}
+
+template <class R, int NV>
+void scores(const R *at, const R *b, int64_t stride, int64_t D, int64_t keys, R *panel) {
+  constexpr int KEYS = NV == 1 ? 12 : TILE_KEYS, L = Simd<R>::N * NV;
+  int64_t j = 0;
+  for (; j + KEYS <= keys; j += KEYS) score_tile<R, NV, KEYS>(at, b + j * stride, stride, D, panel + j * L);
+  if (KEYS > 4)
+    for (; j + 4 <= keys; j += 4) score_tile<R, NV, 4>(at, b + j * stride, stride, D, panel + j * L);
+  for (; j < keys; ++j) score_tile<R, NV, 1>(at, b + j * stride, stride, D, panel + j * L);
+}
+
+template <class R, int NV, int DIMS>
+INLINE void gather_tile(const R *panel, const R *b, int64_t stride, int64_t keys, R *ct) {
+  constexpr int N = Simd<R>::N, L = N * NV;
+  Vec<R> sum[DIMS][NV] = {};
+  for (int64_t j = 0; j < keys; ++j) {
+    Vec<R> p[NV];
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; ++n) p[n] = load(panel + j * L + n * N);
+#pragma GCC unroll 16
+    for (int k = 0; k < DIMS; ++k) {
+      const Vec<R> x = all(b[j * stride + k]);
+#pragma GCC unroll 8
+      for (int n = 0; n < NV; ++n) sum[k][n] += p[n] * x;
+    }
+  }
+#pragma GCC unroll 16
+  for (int k = 0; k < DIMS; ++k)
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; ++n) store(ct + k * L + n * N, load(ct + k * L + n * N) + sum[k][n]);
+}
+
+template <class R, int NV>
+void gather(const R *panel, const R *b, int64_t stride, int64_t keys, int64_t D, R *ct) {
+  constexpr int DIMS = NV == 1 ? 12 : TILE_KEYS, L = Simd<R>::N * NV;
+  int64_t d = 0;
+  for (; d + DIMS <= D; d += DIMS) gather_tile<R, NV, DIMS>(panel, b + d, stride, keys, ct + d * L);
+  if (DIMS > 4)
+    for (; d + 4 <= D; d += 4) gather_tile<R, NV, 4>(panel, b + d, stride, keys, ct + d * L);
+  for (; d < D; ++d) gather_tile<R, NV, 1>(panel, b + d, stride, keys, ct + d * L);
+}
+
+template <class R, int L, int KEYS, int NV>
+INLINE void scatter_tile(const R *panel, const R *a, int64_t stride, R *c) {
+  constexpr int N = Simd<R>::N;
+  Vec<R> sum[KEYS][NV] = {};
+  for (int64_t i = 0; i < L; ++i) {
+    Vec<R> x[NV];
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; ++n) x[n] = load(a + i * stride + n * N);
+#pragma GCC unroll 16
+    for (int k = 0; k < KEYS; ++k) {
+      const Vec<R> p = all(panel[k * L + i]);
+#pragma GCC unroll 8
+      for (int n = 0; n < NV; ++n) sum[k][n] += x[n] * p;
+    }
+  }
+#pragma GCC unroll 16
+  for (int k = 0; k < KEYS; ++k)
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; ++n)
+      store(c + k * stride + n * N, load(c + k * stride + n * N) + sum[k][n]);
+}
+
+// a and c have rows of `stride` elements, a multiple of the vector's.
+template <class R, int L> void scatter(const R *panel, const R *a, int64_t stride, int64_t keys, R *c) {
+  constexpr int N = Simd<R>::N, NV = SCATTER_VECTORS;
+  int64_t d = 0;
+  for (; d + NV * N <= stride; d += NV * N) {
+    int64_t j = 0;
+    for (; j + 6 <= keys; j += 6) scatter_tile<R, L, 6, NV>(panel + j * L, a + d, stride, c + j * stride + d);
+    for (; j + 2 <= keys; j += 2) scatter_tile<R, L, 2, NV>(panel + j * L, a + d, stride, c + j * stride + d);
+    for (; j < keys; ++j) scatter_tile<R, L, 1, NV>(panel + j * L, a + d, stride, c + j * stride + d);
+  }
+  for (; d < stride; d += N) {
+    int64_t j = 0;
+    for (; j + 6 <= keys; j += 6) scatter_tile<R, L, 6, 1>(panel + j * L, a + d, stride, c + j * stride + d);
+    for (; j < keys; ++j) scatter_tile<R, L, 1, 1>(panel + j * L, a + d, stride, c + j * stride + d);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,193 @@
+// Vectors of the widest kind this translation unit is compiled for, by GCC's vector extensions (clang has them too).
+// Everything lives in an unnamed namespace: the file is compiled once per instruction set, and no symbol may be shared.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <math.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+// The register tile: TILE_KEYS keys x 3 vectors of rows; the narrow one: 12 keys x 1 vector. SCATTER_*: see tiles.h.
+#if defined(__AVX512F__)
+constexpr int BYTES = 64, TILE_KEYS = 8, SCATTER_VECTORS = 4;
+#elif defined(__AVX2__)
+constexpr int BYTES = 32, TILE_KEYS = 4, SCATTER_VECTORS = 2;
+#elif defined(__aarch64__)
+constexpr int BYTES = 16, TILE_KEYS = 8, SCATTER_VECTORS = 4;
+#else
+constexpr int BYTES = 16, TILE_KEYS = 4, SCATTER_VECTORS = 2;
+#endif
+
+template <class R> struct IntegerOf;
+template <> struct IntegerOf<float> { using type = int32_t; };
+template <> struct IntegerOf<double> { using type = int64_t; };
+
+template <class R> struct Simd {
+  static constexpr int N = BYTES / sizeof(R);
+  using I = typename IntegerOf<R>::type;
+  typedef R V __attribute__((vector_size(BYTES)));
+  typedef R Loose __attribute__((vector_size(BYTES), aligned(sizeof(R)), may_alias));
+  typedef I M __attribute__((vector_size(BYTES)));
+};
+
+template <class R> using Vec = typename Simd<R>::V;
+template <class R> using Mask = typename Simd<R>::M;
+
+#define INLINE inline __attribute__((always_inline))
+
+template <class R> INLINE Vec<R> load(const R *p) { return *(const typename Simd<R>::Loose *)p; }
+template <class R> INLINE void store(R *p, Vec<R> v) { *(typename Simd<R>::Loose *)p = v; }
+template <class R> INLINE Vec<R> all(R x) { return Vec<R>{} + x; }
+
+template <class T> INLINE T least(T a, T b) { return a < b ? a : b; }
+template <class T> INLINE T most(T a, T b) { return a > b ? a : b; }
+
+// The larger of each pair; b where one is NaN, so a limit goes first to let NaN through.
+#if defined(__AVX512F__)
+INLINE Vec<float> vmax(Vec<float> a, Vec<float> b) { return (Vec<float>)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE Vec<double> vmax(Vec<double> a, Vec<double> b) { return (Vec<double>)_mm512_max_pd((__m512d)a, (__m512d)b); }
+#elif defined(__AVX2__)
+INLINE Vec<float> vmax(Vec<float> a, Vec<float> b) { return (Vec<float>)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE Vec<double> vmax(Vec<double> a, Vec<double> b) { return (Vec<double>)_mm256_max_pd((__m256d)a, (__m256d)b); }
+#else
+template <class V> INLINE V vmax(V a, V b) { return a > b ? a : b; }
+#endif
+
+template <class M> INLINE bool any(M mask) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#else
+  bool found = false;
+  for (unsigned n = 0; n < sizeof(M) / sizeof(mask[0]); ++n) found |= mask[n] != 0;
+  return found;
+#endif
+}
+
+template <class R> constexpr R INF = (R)__builtin_inf();
+template <class R> constexpr R LOWEST = sizeof(R) == 4 ? (R)-3.402823466e38 : (R)-1.7976931348623157e308;
+constexpr double LOG2E = 1.4426950408889634074, LN2 = 0.69314718055994530942;
+
+// 2^t for t <= 0 or so: degree 5 (relative error 1.7e-7), exactly 0 below 2^-126, NaN stays NaN.
+INLINE Vec<float> vexp2(Vec<float> t) {
+  using V = Vec<float>;
+  using M = Mask<float>;
+  const V shifted = t + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are t rounded to an integer
+  const V f = t - (shifted - 12582912.0f);
+  V y = f * 0.001326471498823669f + 0.009671513510714606f;
+  y = y * f + 0.05550733783773515f;
+  y = y * f + 0.24022242066381747f;
+  y = y * f + 0.6931469775710566f;
+  y = y * f + 1.0f;
+  const M power = (M)y + ((M)shifted << 23);
+  return (V)(power & ~(t < -126.0f));
+}
+INLINE Vec<double> vexp2(Vec<double> t) {
+  for (int n = 0; n < Simd<double>::N; ++n) t[n] = ::exp2(t[n]);
+  return t;
+}
+INLINE float exp2_of(float t) { return ::exp2f(t); }
+INLINE double exp2_of(double t) { return ::exp2(t); }
+INLINE float log2_of(float t) { return ::log2f(t); }
+INLINE double log2_of(double t) { return ::log2(t); }
+
+// The rational function that Eigen uses: a few units in the last place.
+INLINE Vec<float> vtanh(Vec<float> x) {
+  using V = Vec<float>;
+  x = vmax(all(-7.90531110763549805f), -vmax(all(-7.90531110763549805f), -x));
+  const V z = x * x;
+  V top = z * -2.76076847742355e-16f + 2.00018790482477e-13f;
+  top = top * z + -8.60467152213735e-11f;
+  top = top * z + 5.12229709037114e-08f;
+  top = top * z + 1.48572235717979e-05f;
+  top = top * z + 6.37261928875436e-04f;
+  top = top * z + 4.89352455891786e-03f;
+  V bottom = z * 1.19825839466702e-06f + 1.18534705686654e-04f;
+  bottom = bottom * z + 2.26843463243900e-03f;
+  bottom = bottom * z + 4.89352518554385e-03f;
+  return x * top / bottom;
+}
+INLINE Vec<double> vtanh(Vec<double> x) {
+  for (int n = 0; n < Simd<double>::N; ++n) x[n] = ::tanh(x[n]);
+  return x;
+}
+
+// Reading any element type.
+INLINE float widen_bf16(uint16_t x) {
+  const uint32_t bits = (uint32_t)x << 16;
+  float y;
+  memcpy(&y, &bits, 4);
+  return y;
+}
+INLINE float widen_f16(uint16_t x) {
+#if defined(__F16C__)
+  return _cvtsh_ss(x);
+#elif defined(__aarch64__)
+  __fp16 h;
+  memcpy(&h, &x, 2);
+  return h;
+#else
+  const uint32_t sign = (uint32_t)(x & 0x8000) << 16, rest = x & 0x7fff;
+  float y;
+  uint32_t bits;
+  if (rest >= 0x7c00) {
+    bits = sign | 0x7f800000 | ((rest & 0x3ff) << 13);  // infinity, NaN
+    memcpy(&y, &bits, 4);
+  } else {
+    bits = rest << 13;  // the exponent's bias is mended by a multiplication, which mends subnormals too
+    memcpy(&y, &bits, 4);
+    y *= 0x1p112f;
+    memcpy(&bits, &y, 4);
+    bits |= sign;
+    memcpy(&y, &bits, 4);
+  }
+  return y;
+#endif
+}
+
+template <class R> INLINE R element(int64_t data, int64_t type, int64_t at) {
+  switch (type) {
+    case regard::F32: return (R)((const float *)data)[at];
+    case regard::F64: return (R)((const double *)data)[at];
+    case regard::BF16: return (R)widen_bf16(((const uint16_t *)data)[at]);
+    case regard::F16: return (R)widen_f16(((const uint16_t *)data)[at]);
+    default: return (R)((const uint8_t *)data)[at];
+  }
+}
+
+// n elements, `step` apart, to every `stride`-th place of `to`, times `factor`.
+template <class R, class T, class F>
+INLINE void copy_as(const T *from, int64_t step, int64_t n, R *to, int64_t stride, R factor, F widen) {
+  if (step == 1 && stride == 1)
+    for (int64_t j = 0; j < n; ++j) to[j] = (R)widen(from[j]) * factor;
+  else
+    for (int64_t j = 0; j < n; ++j) to[j * stride] = (R)widen(from[j * step]) * factor;
+}
+template <class R>
+void copy(int64_t data, int64_t type, int64_t at, int64_t step, int64_t n, R *to, int64_t stride, R factor) {
+  switch (type) {
+    case regard::F32: return copy_as((const float *)data + at, step, n, to, stride, factor, [](float x) { return x; });
+    case regard::F64: return copy_as((const double *)data + at, step, n, to, stride, factor, [](double x) { return x; });
+    case regard::BF16: return copy_as((const uint16_t *)data + at, step, n, to, stride, factor, widen_bf16);
+    case regard::F16: {
+#if defined(__F16C__)
+      if (step == 1 && stride == 1 && sizeof(R) == 4) {
+        const uint16_t *from = (const uint16_t *)data + at;
+        int64_t j = 0;
+        for (; j + 8 <= n; j += 8)
+          _mm256_storeu_ps((float *)to + j,
+                           _mm256_mul_ps(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + j))),
+                                         _mm256_set1_ps((float)factor)));
+        for (; j < n; ++j) to[j] = (R)widen_f16(from[j]) * factor;
+        return;
+      }
+#endif
+      return copy_as((const uint16_t *)data + at, step, n, to, stride, factor, widen_f16);
+    }
+    default: return copy_as((const uint8_t *)data + at, step, n, to, stride, factor, [](uint8_t x) { return x; });
+  }
+}
+
+}  // namespace
