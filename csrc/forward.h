@@ -100,23 +100,35 @@ template <class R, int NV> struct Panels {
         spare(arena.take<R>(SIZE)), live(arena.take<uint8_t>(KEY_BLOCK)) {}
 };
 
+template <int C> struct Count {
+  static constexpr int value = C;
+};
+
 // x -> p in place, for one vector of rows; the block's sums are made apart and then added: shorter chains of rounding.
 template <class R, int NV, bool MOMENTS> INLINE void weigh(State<R, NV> &state, int n, Vec<R> safe, int64_t keys, R *x) {
   using V = Vec<R>;
   constexpr int N = Simd<R>::N, L = N * NV;
   V l = {}, e1 = {}, e2 = {};
-  for (int64_t j = 0; j < keys; ++j) {
-    R *at = x + j * L + n * N;
-    const V t = vmax(all((R)(sizeof(R) == 4 ? -200 : -2000)), load(at) - safe);
-    const V p = vexp2(t);
-    l += p;
-    if (MOMENTS) {
-      const V pt = p * t;
-      e1 += pt;
-      e2 += pt * t;
+  const auto some = [&](int64_t j, auto count) {
+    constexpr int U = decltype(count)::value;
+    V t[U], p[U];
+#pragma GCC unroll 8
+    for (int u = 0; u < U; ++u) t[u] = vmax(all((R)(sizeof(R) == 4 ? -200 : -2000)), load(x + (j + u) * L + n * N) - safe);
+    vexp2(t, p);
+#pragma GCC unroll 8
+    for (int u = 0; u < U; ++u) {
+      store(x + (j + u) * L + n * N, p[u]);
+      l += p[u];
+      if (MOMENTS) {
+        const V pt = p[u] * t[u];
+        e1 += pt;
+        e2 += pt * t[u];
+      }
     }
-    store(at, p);
-  }
+  };
+  int64_t j = 0;
+  for (; j + 4 <= keys; j += 4) some(j, Count<4>());
+  for (; j < keys; ++j) some(j, Count<1>());
   state.l[n] += l;
   if (MOMENTS) state.e1[n] += e1, state.e2[n] += e2;
 }
