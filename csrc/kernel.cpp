@@ -26,7 +26,7 @@ template <class F> void parallel(int64_t threads, int64_t jobs, F f) {
 
 }  // namespace
 
-#include "forward.h"
+#include "backward.h"
 
 namespace {
 
@@ -48,8 +48,10 @@ int64_t forward_scratch(const Problem &p) {
 }
 void forward(const Problem &p) { p.compute == regard::F64 ? forward_of<double>(p) : forward_of<float>(p); }
 
-int64_t backward_scratch(const Problem &) { return 0; }
-void backward(const Problem &) {}
+int64_t backward_scratch(const Problem &p) {
+  return p.compute == regard::F64 ? BackCut<double>(p).bytes(p) : BackCut<float>(p).bytes(p);
+}
+void backward(const Problem &p) { p.compute == regard::F64 ? backward_as<double>(p) : backward_as<float>(p); }
 
 }  // namespace
 

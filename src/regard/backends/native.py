@@ -94,14 +94,10 @@ def unsupported(form: Form, names: tuple[str, ...]) -> str | None:
         return "has no temperature 0"
     if len(form.log_priors) > _PRIORS:
         return f"multiplies at most {_PRIORS} biases (got {len(form.log_priors)})"
-    if "key_mass" in names:
-        return "has no key_mass yet"
     if "value_spread" in names and form.dropout_p > 0:
         return "has no value_spread under dropout"
     if form.first_query or form.first_key:
         return "serves whole plans, not blocks of one"
-    if torch.is_grad_enabled() and any(t.requires_grad for t in form.tensors().values()):
-        return "has no gradient yet"
     if torch.autograd.forward_ad._current_level >= 0:
         return "has no forward mode"
     return None
@@ -157,7 +153,11 @@ def forward(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
         return {n: t.zero_() for n, t in results.items()}
     record = _record(form)
     for name, result in results.items():
-        record.put(_FIELDS.get(name, name), result.data_ptr())
+        if name != "key_mass":
+            record.put(_FIELDS.get(name, name), result.data_ptr())
+    if "key_mass" in names and "dual" not in names:
+        results["dual"] = torch.empty(form.shape[:3], dtype=form.dtype)
+        record.put("dual", results["dual"].data_ptr())
     centre = squares = None
     if "value_spread" in names:
         centre, squares = _centred_squares(form)
@@ -176,6 +176,8 @@ def forward(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
         centre = centre.repeat_interleave(form.group, 1)
         missing = (1 - results["mass"]) * (centre**2).sum(-1)
         results["value_spread"] += missing - ((results["out"] - centre) ** 2).sum(-1)
+    if "key_mass" in names:
+        _sweep(form, {"key_mass": results["key_mass"].zero_()}, results, {})
     return {name: results[name] for name in names}
 
 
@@ -186,3 +188,150 @@ def _centred_squares(form: Form) -> tuple[Tensor, Tensor]:
     value = torch.where(value.isfinite(), value, 0.0)  # keys that nobody reads may hold anything
     centre = value.mean(2, keepdim=True) if value.shape[2] else value.sum(2, keepdim=True)
     return centre, ((value - centre) ** 2).sum(-1)[:, :, None].contiguous()
+
+
+def backward(
+    form: Form, needed: tuple[str, ...], outputs: dict[str, Tensor], grads: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Gradients of the needed slots; what the kernel sums per row, key or pair is brought to each slot's own shape."""
+    tensors = form.tensors()
+    B, H, Tq, Tk = form.shape
+    if 0 in (B, H, Tq):
+        return {slot: torch.zeros_like(tensors[slot]) for slot in needed}
+    if form.marginal == "free" and "lse" not in outputs and ("entropy" in grads or "lse" in grads):
+        outputs = outputs | forward(form, ("lse",))
+
+    kinds = {slot: _kind(form, slot, tensors[slot]) for slot in needed}
+    wanted = {field for kind in kinds.values() for field in kind.split()}
+    chunks = _chunks(form, "dense" in " ".join(wanted))
+    found: dict[str, Tensor] = {}
+    for field in wanted:
+        if field == "dq":
+            found[field] = torch.empty((chunks, *tensors["query"].shape), dtype=form.dtype)
+        elif field in ("dk", "dv"):
+            found[field] = torch.zeros(tensors["key" if field == "dk" else "value"].shape, dtype=form.dtype)
+        elif field.startswith("row"):
+            found[field] = torch.empty((chunks, B, H, Tq), dtype=form.dtype)
+        elif field.startswith("key"):
+            found[field] = torch.zeros((B, H, Tk), dtype=form.dtype)
+        else:  # as large as the user's own
+            shapes = [tensors[slot].shape for slot in needed if kinds[slot] == field]
+            found[field] = torch.zeros(torch.broadcast_shapes(*shapes), dtype=form.dtype)
+    _sweep(form, found, outputs, grads, chunks)
+    for field in wanted:
+        if field in ("dq", "row_g", "row_gs", "row_gd", "row_ps"):
+            total = found[field][0]
+            for part in found[field][1:]:
+                total += part
+            found[field] = total
+        elif field == "row_dot":
+            found[field] = found[field][0]
+
+    results = {}
+    for slot in needed:
+        grad = _slot_gradient(form, slot, kinds[slot], found, outputs, grads)
+        results[slot] = grad.sum_to_size(tensors[slot].shape).to(tensors[slot].dtype)
+    return results
+
+
+def _kind(form: Form, slot: str, tensor: Tensor) -> str:
+    """The kernel's sums that a slot's gradient is made of."""
+    _, _, Tq, Tk = form.shape
+    fixed = {
+        "query": "dq",
+        "key": "dk",
+        "value": "dv",
+        "slopes": "row_gd",
+        "temperature": "row_gs row_g row_ps row_dot",
+        "level": "row_dot",
+    }
+    if slot in fixed:
+        return fixed[slot]
+    score = slot == "score_bias"
+    if tensor.shape[3] == 1 and Tk > 1:
+        return "row_g"
+    if tensor.shape[2] == 1 and Tq > 1:
+        return "key_ds" if score else "key_g"
+    return "dense_ds" if score else "dense_g"
+
+
+def _chunks(form: Form, dense: bool) -> int:
+    """Into how many chunks of keys a backward pass is cut: by the shape alone, never by the number of threads."""
+    assert form.query is not None and form.key is not None
+    B, _, _, Tk = form.shape
+    room = 2**26 // max(1, form.query.numel() * form.dtype.itemsize)
+    wanted = 16 if dense else -(-16 // max(1, B * form.key.shape[1]))
+    return max(1, min(wanted, room, -(-Tk // 512)))
+
+
+def _sweep(
+    form: Form, fields: dict[str, Tensor], outputs: dict[str, Tensor], grads: dict[str, Tensor], chunks: int = 0
+) -> None:
+    """Make the plan again from its dual and fill the fields."""
+    module, _ = _extension()
+    record = _record(form)
+    record.put("chunks", chunks or _chunks(form, False))
+    for name in ("out", "dual", "lse", "entropy"):
+        record.tensor(f"saved_{name}", outputs.get(name))
+        if name != "dual":
+            record.tensor(f"grad_{name}", grads.get(name))
+    for field, tensor in fields.items():
+        if field.startswith("dense"):
+            record.tensor(field, tensor)
+        else:
+            record.put(field, tensor.data_ptr())
+    packed = record.bytes()
+    scratch = torch.empty(module.backward_scratch(packed), dtype=torch.uint8)
+    module.backward(packed, scratch.data_ptr())
+
+
+def _slot_gradient(
+    form: Form, slot: str, kind: str, found: dict[str, Tensor], outputs: dict[str, Tensor], grads: dict[str, Tensor]
+) -> Tensor:
+    """dL/dslot, broadcast: with G = tau dL/ds (of the null key too) everything follows by the chain rule."""
+
+    def row(x: Any) -> Any:
+        return x.squeeze(-1) if isinstance(x, Tensor) else x
+
+    if slot == "slopes":
+        return -found[kind][..., None]
+    if slot in ("level", "temperature"):
+        tau, level, dual, dot = row(form.temperature), row(form.level), outputs["dual"], found["row_dot"]
+        g_lse: Any = grads.get("lse", 0.0)
+        idle = dual == -torch.inf
+        by_level: Any = 0.0
+        null: Any = 0.0  # the null key's G
+        null_score: Any = 0.0
+        expected: Any = g_lse  # sum of G, in exact arithmetic
+        mass: Any = form.mass
+        if form.marginal == "sink":
+            null_score = level - dual
+            log_null = null_score / tau
+            null = g_lse - dot
+            if "entropy" in grads:
+                null = null - grads["entropy"] * (outputs["entropy"] + log_null)
+            null = log_null.exp() * null
+            by_level = null / tau
+        elif form.marginal == "relax":
+            by_level = torch.where(idle, 0.0, -dot * dual / (level * (tau + level)))
+            expected = expected + dot * (tau / (tau + level))
+            mass = torch.where(idle, 1.0, (dual / level).exp())
+        elif form.marginal == "free":
+            by_level = dot / tau
+        if slot == "level":
+            return by_level[..., None]
+        # By the envelope theorem dL/dtau = -(sum G (s - dual) + dual * g_lse)/tau^2 for every marginal, null key included.
+        by_tau = found["row_gs"] + null * null_score
+        if form.marginal != "free":  # take out what the baseline's rounding let through
+            centre = found["row_ps"]
+            if form.marginal == "sink":
+                centre = centre + log_null.exp() * null_score
+            by_tau = by_tau - centre / mass * (found["row_g"] + null - expected)
+        by_tau = by_tau + torch.where(idle, 0.0, dual) * g_lse
+        return torch.where(idle, 0.0, -by_tau / tau**2)[..., None]
+    if kind == "row_g":
+        total = found[kind]
+        return (total / row(form.temperature) if slot == "score_bias" else total)[..., None]
+    if kind.startswith("key_"):
+        return found[kind][:, :, None]
+    return found[kind]
