@@ -26,7 +26,7 @@ template <class R> struct BackRows {
   Rows<R, NV> rows;
   V dual[NV], a[NV], b[NV];         // +inf in a row without keys or beyond the last: p = 0
   V inverse_tau[NV], lambda[NV];    // lambda: the dual as it is, not in base 2
-  V sum_g[NV], sum_gs[NV], sum_gd[NV], sum_ps[NV];
+  V sum_g[NV], sum_gs[NV], sum_gd[NV], sum_ps[NV], sum_pd[NV];
   R dot[L];
   R *qt, *dot_t, *q, *d_out, *dqt;  // Q^T, dO^T, scale/tau Q, dO, dQ^T
 };
@@ -66,7 +66,7 @@ template <class R> void prepare(const Problem &p, const Terms &terms, BackRows<R
       copy<R>(p.grad_out.data, p.grad_out.type, rows.at(p.grad_out, i), p.grad_out.s3, p.Dv, r.d_out + i * Dvp, 1, (R)1);
   }
   for (int n = 0; n < 3; ++n) r.dual[n] = all(INF<R>), r.a[n] = r.b[n] = r.inverse_tau[n] = r.lambda[n] = Vec<R>{};
-  for (int n = 0; n < 3; ++n) r.sum_g[n] = r.sum_gs[n] = r.sum_gd[n] = r.sum_ps[n] = Vec<R>{};
+  for (int n = 0; n < 3; ++n) r.sum_g[n] = r.sum_gs[n] = r.sum_gd[n] = r.sum_ps[n] = r.sum_pd[n] = Vec<R>{};
   for (int i = 0; i < rows.n; ++i) {
     const int n = i / N, lane = i % N;
     const R tau = rows.temperature[i], level = rows.level[i], c = rows.c[n][lane];
@@ -169,7 +169,8 @@ void pull(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t first, i
         }
         if (p.row_gd) {
           const Mask<R> distance = (I)(first + j) - rows.position[n];
-          r.sum_gd[n] += g * __builtin_convertvector(distance < 0 ? -distance : distance, V);
+          const V away = __builtin_convertvector(distance < 0 ? -distance : distance, V);
+          r.sum_gd[n] += g * away, r.sum_pd[n] += load(s.x + at) * away;
         }
         for (int i = 0; i < N; ++i) {
           key_g += g[i], key_ds += ds[i];
@@ -277,6 +278,7 @@ template <class R> void pull_chunk(const Problem &p, const Terms &terms, int64_t
           put(p.row_gs, at, r.sum_gs[i / N][i % N]);
           put(p.row_gd, at, r.sum_gd[i / N][i % N]);
           put(p.row_ps, at, r.sum_ps[i / N][i % N]);
+          put(p.row_pd, at, r.sum_pd[i / N][i % N]);
         }
       }
     }

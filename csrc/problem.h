@@ -39,7 +39,7 @@ constexpr int PRIORS = 4;  // log-priors that one problem may multiply
   INT(dk) INT(dv)                               /* [B, Hkv, Tk, D|Dv], zeroed */                                       \
   INT(row_dot)                                  /* [chunks, B, H, Tq]: <grad_out, out> */                              \
   INT(row_g) INT(row_gs) INT(row_gd)            /* the same: sums over keys of G, G (s - dual), G |distance| and, */     \
-  INT(row_ps)                                   /* for centring, p (s - dual); G = tau dL/ds */                        \
+  INT(row_ps) INT(row_pd)                       /* for centring, p (s - dual) and p |distance|; G = tau dL/ds */       \
   INT(key_g) INT(key_ds)                        /* [B, H, Tk]: sums over queries of G and of dL/ds, zeroed */          \
   TENSOR(dense_g) TENSOR(dense_ds)              /* the user's [B|1, H|1, Tq, Tk], zeroed; broadcast dims add up */      \
   INT(key_mass)                                 /* [B, H, Tk]: sums over queries of p */

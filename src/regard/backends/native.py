@@ -174,7 +174,10 @@ def forward(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
     if centre is not None:
         # sum p |v|^2 - |o|^2 from a centre that keeps the digits under a large common offset
         centre = centre.repeat_interleave(form.group, 1)
-        missing = (1 - results["mass"]) * (centre**2).sum(-1)
+        short = 1 - results["mass"]
+        if form.marginal == "rows":  # known exactly, and multiplied by what may be large
+            short = torch.where(results["mass"] == 0, 1.0, 1 - form.mass)
+        missing = short * (centre**2).sum(-1)
         results["value_spread"] += missing - ((results["out"] - centre) ** 2).sum(-1)
     if "key_mass" in names:
         _sweep(form, {"key_mass": results["key_mass"].zero_()}, results, {})
@@ -219,7 +222,7 @@ def backward(
             found[field] = torch.zeros(torch.broadcast_shapes(*shapes), dtype=form.dtype)
     _sweep(form, found, outputs, grads, chunks)
     for field in wanted:
-        if field in ("dq", "row_g", "row_gs", "row_gd", "row_ps"):
+        if field == "dq" or field.startswith("row") and field != "row_dot":
             total = found[field][0]
             for part in found[field][1:]:
                 total += part
@@ -241,7 +244,7 @@ def _kind(form: Form, slot: str, tensor: Tensor) -> str:
         "query": "dq",
         "key": "dk",
         "value": "dv",
-        "slopes": "row_gd",
+        "slopes": "row_gd row_pd row_g row_dot",
         "temperature": "row_gs row_g row_ps row_dot",
         "level": "row_dot",
     }
@@ -293,24 +296,23 @@ def _slot_gradient(
     def row(x: Any) -> Any:
         return x.squeeze(-1) if isinstance(x, Tensor) else x
 
-    if slot == "slopes":
-        return -found[kind][..., None]
-    if slot in ("level", "temperature"):
+    if slot in ("slopes", "level", "temperature"):
         tau, level, dual, dot = row(form.temperature), row(form.level), outputs["dual"], found["row_dot"]
-        g_lse: Any = grads.get("lse", 0.0)
         idle = dual == -torch.inf
-        by_level: Any = 0.0
-        null: Any = 0.0  # the null key's G
-        null_score: Any = 0.0
-        expected: Any = g_lse  # sum of G, in exact arithmetic
+        g_lse: Any = grads.get("lse", 0.0)
+        expected: Any = g_lse  # sum of G, the null key's included, in exact arithmetic
         mass: Any = form.mass
+        null: Any = 0.0  # the null key's G, weight and s - dual
+        null_weight: Any = 0.0
+        null_score: Any = 0.0
+        by_level: Any = 0.0
         if form.marginal == "sink":
             null_score = level - dual
-            log_null = null_score / tau
+            null_weight = (null_score / tau).exp()
             null = g_lse - dot
             if "entropy" in grads:
-                null = null - grads["entropy"] * (outputs["entropy"] + log_null)
-            null = log_null.exp() * null
+                null = null - grads["entropy"] * (outputs["entropy"] + null_score / tau)
+            null = null_weight * null
             by_level = null / tau
         elif form.marginal == "relax":
             by_level = torch.where(idle, 0.0, -dot * dual / (level * (tau + level)))
@@ -320,13 +322,12 @@ def _slot_gradient(
             by_level = dot / tau
         if slot == "level":
             return by_level[..., None]
+        # What the baseline's rounding let through, to be taken out at the centre of the plan (free rows have no baseline).
+        excess: Any = (found["row_g"] + null - expected) / mass if form.marginal != "free" else 0.0
+        if slot == "slopes":
+            return torch.where(idle, 0.0, found["row_pd"] * excess - found["row_gd"])[..., None]
         # By the envelope theorem dL/dtau = -(sum G (s - dual) + dual * g_lse)/tau^2 for every marginal, null key included.
-        by_tau = found["row_gs"] + null * null_score
-        if form.marginal != "free":  # take out what the baseline's rounding let through
-            centre = found["row_ps"]
-            if form.marginal == "sink":
-                centre = centre + log_null.exp() * null_score
-            by_tau = by_tau - centre / mass * (found["row_g"] + null - expected)
+        by_tau = found["row_gs"] + null * null_score - (found["row_ps"] + null_weight * null_score) * excess
         by_tau = by_tau + torch.where(idle, 0.0, dual) * g_lse
         return torch.where(idle, 0.0, -by_tau / tau**2)[..., None]
     if kind == "row_g":

@@ -1,0 +1,390 @@
+"""The native engine against the definition in float64: every statistic, every gradient, on every instruction set here.
+
+The tolerance is a multiple of what the definition itself loses in the same dtype, plus a floor of a few units of float32.
+"""
+
+import math
+import os
+import random
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import regard
+from regard import ALiBi, AuxRequest, Bias, Causal, Documents, Free, Rows, Transport, Window
+from regard.backends import native
+
+engine = pytest.importorskip("regard._native", reason="the native engine was not built")
+
+NAMES = tuple(name for name in AuxRequest.__dataclass_fields__)
+FACTOR, FLOOR = 4.0, 4e-6
+
+
+@pytest.fixture(autouse=True, params=engine.isas())
+def isa(request):
+    before = engine.isa()
+    engine.use(request.param)
+    yield request.param
+    engine.use(before)
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """Fresh memory holds NaN (bytes: 0xff, which reads as NaN too)."""
+    plain = torch.empty
+
+    def empty(*args, **kwargs):
+        tensor = plain(*args, **kwargs)
+        return tensor.fill_(255 if tensor.dtype == torch.uint8 else math.nan) if not tensor.is_meta else tensor
+
+    monkeypatch.setattr(torch, "empty", empty)
+
+
+def error(found, truth):
+    """Largest error, relative to 1 + |truth|; equal infinities and NaN do not count."""
+    found = found.double()
+    same = (found == truth) | (found.isnan() & truth.isnan())
+    gap = torch.where(same, 0.0, (found - truth).abs() / (1 + truth.abs()))
+    return gap.nan_to_num(nan=math.inf).max().item() if found.numel() else 0.0
+
+
+def raised(value, dtype):
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+class Case:
+    """Tensors (leaves) by name, and how the call is made of them."""
+
+    def __init__(self, tensors, call, statistics=NAMES, **fixed):
+        self.tensors, self.call, self.statistics, self.fixed = tensors, call, statistics, fixed
+
+    def run(self, backend, dtype=None, gradients=True):
+        tensors = {n: t.detach() if dtype is None else raised(t.detach(), dtype) for n, t in self.tensors.items()}
+        learned = [t.requires_grad_() for t in tensors.values() if gradients and t.is_floating_point()]
+        request = AuxRequest(**dict.fromkeys(self.statistics, True))
+        arguments = dict(tensors)
+        q, k, v = (arguments.pop(n) for n in ("q", "k", "v"))
+        torch.manual_seed(11)
+        out, aux = regard.attention(
+            q, k, v, return_aux=request, backend=backend, enable_gqa=True, **self.call(**arguments), **self.fixed
+        )
+        results = {"out": out} | {n: getattr(aux, n) for n in self.statistics}
+        if gradients:
+            generator = torch.Generator().manual_seed(7)
+            loss = 0.0
+            for name in ("out", "lse", "entropy"):
+                if name in results:
+                    weight = torch.randn(results[name].shape, generator=generator).to(results[name].dtype)
+                    finite = results[name].masked_fill(results[name].isinf(), 0.0)
+                    loss = loss + (finite * weight).sum()
+            found = torch.autograd.grad(loss, learned)
+            names = [n for n, t in tensors.items() if t.is_floating_point()]
+            results |= {f"grad {n}": g for n, g in zip(names, found, strict=True)}
+        return {n: t.detach() for n, t in results.items()}
+
+    def check(self, gradients=True):
+        found = self.run("native", gradients=gradients)
+        truth = self.run("torch", torch.float64, gradients)
+        plain = self.run("torch", gradients=gradients)
+        half = self.tensors["q"].dtype in (torch.bfloat16, torch.float16)
+        for name, value in found.items():
+            total = max(1.0, truth[name].abs().nan_to_num(posinf=0).max().item()) if name.startswith("grad") else 1.0
+            lost = error(plain[name], truth[name])
+            # Gradients of shared parameters are long sums: what counts is the size of what was added up.
+            shared = name.startswith("grad") and name not in ("grad q", "grad k", "grad v")
+            floor = FLOOR * (20 if shared else 5 if total > 1 or name in ("value_spread", "cost") else 1)
+            if half:
+                floor = torch.finfo(self.tensors["q"].dtype).eps if name == "out" or name.startswith("grad") else 5 * FLOOR
+            assert error(value, truth[name]) <= FACTOR * lost + floor, (name, error(value, truth[name]), lost)
+
+
+def heads(generator, B, H, T, D, layout, dtype):
+    """[B, H, T, D] as models lay it out."""
+    if layout == "bhtd":
+        return torch.randn(B, H, T, D, generator=generator).to(dtype)
+    if layout == "bthd":
+        return torch.randn(B, T, H, D, generator=generator).to(dtype).transpose(1, 2)
+    if layout == "bhdt":  # last dimension strided
+        return torch.randn(B, H, D, T, generator=generator).to(dtype).transpose(2, 3)
+    return torch.randn(B, H, T, 3 * D + 1, generator=generator).to(dtype)[..., D : 2 * D]  # "cut" from a fused projection
+
+
+def qkv(seed, B=2, H=4, Hkv=2, Tq=40, Tk=40, D=16, Dv=16, layout="bhtd", dtype=torch.float32):
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "q": heads(g, B, H, Tq, D, layout, dtype),
+        "k": heads(g, B, Hkv, Tk, D, layout, dtype),
+        "v": heads(g, B, Hkv, Tk, Dv, layout, dtype),
+    }
+
+
+def normal(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def uniform(seed, *shape):
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+END = "bottom_right"
+
+PROBLEMS = {
+    "plain": lambda H, Tq, Tk: ({}, lambda: {}),
+    "causal": lambda H, Tq, Tk: ({}, lambda: {"problem": Transport(prior=Causal(END))}),
+    "is_causal": lambda H, Tq, Tk: ({}, lambda: {"is_causal": True}),
+    "window": lambda H, Tq, Tk: ({}, lambda: {"problem": Transport(prior=Window(9, 3, alignment=END))}),
+    "strict past": lambda H, Tq, Tk: ({}, lambda: {"problem": Transport(prior=Window(9, -1, alignment=END))}),
+    "alibi": lambda H, Tq, Tk: (
+        {"slopes": uniform(1, H)},
+        lambda slopes: {"problem": Transport(prior=Causal(END) * ALiBi(slopes))},
+    ),
+    "documents": lambda H, Tq, Tk: (
+        {"ids": torch.arange(Tq) // 11 - 1, "key_ids": torch.arange(Tk) // 13 - 1},
+        lambda ids, key_ids: {"problem": Transport(prior=Documents(ids, key_ids))},
+    ),
+    "mask": lambda H, Tq, Tk: ({"mask": uniform(2, 2, 1, Tq, Tk) > 0.7}, lambda mask: {"attn_mask": mask}),
+    "padding": lambda H, Tq, Tk: ({"mask": uniform(3, 2, 1, 1, Tk) > 0.4}, lambda mask: {"attn_mask": mask}),
+    "float mask": lambda H, Tq, Tk: (
+        {"mask": normal(4, H, Tq, Tk).masked_fill(uniform(5, H, Tq, Tk) < 0.3, -math.inf), "tau": uniform(6, H, 1, 1) + 0.5},
+        lambda mask, tau: {"attn_mask": mask, "problem": Transport(temperature=tau)},
+    ),
+    "biases": lambda H, Tq, Tk: (
+        {"a": normal(7, 2, 1, Tq, Tk), "b": normal(8, H, 1, Tk), "c": normal(9, H, Tq, 1), "tau": uniform(10, Tq, 1) + 0.5},
+        lambda a, b, c, tau: {"problem": Transport(prior=Bias(a) * Bias(b) * Bias(c), temperature=tau)},
+    ),
+    "sink": lambda H, Tq, Tk: (
+        {"sink": normal(11, H), "tau": uniform(12, 1) + 0.5},
+        lambda sink, tau: {"problem": Transport(prior=Causal(END), marginal=Rows(sink=sink), temperature=tau)},
+    ),
+    "sink, bias": lambda H, Tq, Tk: (
+        {"sink": normal(11, H), "b": normal(8, H, 1, Tk)},
+        lambda sink, b: {"problem": Transport(prior=Bias(b), marginal=Rows(sink=sink))},
+    ),
+    "relax": lambda H, Tq, Tk: (
+        {"rho": uniform(13, H) + 1, "tau": uniform(14, H, 1, 1) + 0.5, "b": normal(15, Tk)},
+        lambda rho, tau, b: {"problem": Transport(prior=Bias(b), marginal=Rows(relax=rho), temperature=tau)},
+    ),
+    "free": lambda H, Tq, Tk: (
+        {"offset": normal(16, H) - math.log(Tk), "tau": uniform(17, 1) + 0.5},
+        lambda offset, tau: {"problem": Transport(marginal=Free(offset=offset), temperature=tau)},
+    ),
+    "mass": lambda H, Tq, Tk: ({}, lambda: {"problem": Transport(marginal=Rows(mass=2.0))}),
+    "softcap": lambda H, Tq, Tk: (
+        {"slopes": uniform(18, H)},
+        lambda slopes: {"softcap": 2.0, "problem": Transport(prior=ALiBi(slopes, alignment=END))},
+    ),
+}
+
+SHAPES = [
+    {"Tq": 2, "Tk": 2, "D": 1, "Dv": 1},
+    {"Tq": 24, "Tk": 96, "D": 32, "Dv": 32},
+    {"Tq": 53, "Tk": 53, "D": 17, "Dv": 9, "layout": "bthd"},
+    {"Tq": 130, "Tk": 70, "D": 64, "Dv": 64, "layout": "cut", "Hkv": 4},
+    {"Tq": 3, "Tk": 700, "D": 8, "Dv": 40, "layout": "bhdt"},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_agrees_with_the_definition(name, shape):
+    tensors, call = PROBLEMS[name](4, shape["Tq"], shape["Tk"])
+    Case(qkv(1, **shape) | tensors, call).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", ["plain", "causal", "biases", "sink", "mask"])
+def test_dtypes(name, dtype):
+    tensors, call = PROBLEMS[name](4, 50, 60)
+    Case(qkv(2, Tq=50, Tk=60, dtype=dtype) | tensors, call).check()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_problems(seed):
+    r = random.Random(seed)
+    Hkv = r.choice([1, 2, 3])
+    H = Hkv * r.choice([1, 1, 2, 4])
+    Tq = r.choice([1, 2, 7, 23, 25, 64, 150])
+    Tk = r.choice([1, 5, 47, 97, 200, 1500])
+    shape = {"H": H, "Hkv": Hkv, "Tq": Tq, "Tk": Tk, "D": r.choice([1, 3, 16, 48, 80]), "Dv": r.choice([1, 5, 16, 33])}
+    name = r.choice([n for n in PROBLEMS if n != "is_causal"])
+    tensors, call = PROBLEMS[name](H, Tq, Tk)
+    Case(qkv(seed, layout=r.choice(["bhtd", "bthd", "bhdt", "cut"]), **shape) | tensors, call).check()
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "mask"])
+def test_dropout_is_the_shared_mask(name):
+    tensors, call = PROBLEMS[name](4, 40, 50)
+    names = tuple(n for n in NAMES if n != "value_spread")
+    Case(qkv(3, Tq=40, Tk=50) | tensors, call, names, dropout_p=0.3).check()
+
+
+def test_large_head_sizes():
+    Case(qkv(4, H=2, Hkv=1, Tq=30, Tk=40, D=256, Dv=255), lambda: {"is_causal": False}).check()
+
+
+def test_variances_survive_a_common_offset():
+    tensors = qkv(5, Tq=40, Tk=60, D=16, Dv=8, dtype=torch.float32)
+    tensors["q"] = torch.cat([tensors["q"], torch.ones(2, 4, 40, 1)], -1)
+    tensors["k"] = torch.cat([tensors["k"], torch.full((2, 2, 60, 1), 2000.0)], -1)
+    tensors["v"] = tensors["v"] + 1000
+    for call in (lambda: {}, lambda: {"problem": Transport(prior=ALiBi(0.1, alignment=END))}):
+        case = Case(tensors, call, ("score_variance", "entropy", "value_spread"))
+        found, truth = case.run("native", gradients=False), case.run("torch", torch.float64, gradients=False)
+        for name, bound in (("score_variance", 2e-3), ("entropy", 1e-3), ("value_spread", 5e-3)):
+            assert error(found[name], truth[name]) < bound, name
+
+
+@pytest.mark.parametrize("kind", ["padding", "documents", "float", "causal"])
+def test_rubbish_in_unread_keys_stays_out(kind):
+    T = 130
+    tensors = qkv(6, Tq=T, Tk=T)
+    unread = torch.zeros(T, dtype=torch.bool)
+    unread[[3, 4, 50]] = True
+    unread[97:] = True
+    if kind == "padding":
+        call = {"attn_mask": ~unread}
+    elif kind == "documents":
+        call = {"problem": Transport(prior=Documents(torch.zeros(T, dtype=torch.long), torch.where(unread, -1, 0)))}
+    elif kind == "float":
+        call = {"attn_mask": torch.where(unread, -math.inf, 0.5).expand(T, T)}
+    else:
+        unread[:] = False
+        unread[60:] = True
+        call = {"is_causal": True}
+        tensors["q"] = tensors["q"][:, :, :60]
+    case = Case(tensors, lambda: call)
+    clean = case.run("native")
+    for name in ("k", "v"):
+        for rubbish in (math.nan, math.inf):
+            spoilt = dict(tensors)
+            spoilt[name] = tensors[name].clone()
+            spoilt[name][:, :, unread] = rubbish
+            found = Case(spoilt, lambda: call).run("native")
+            for n, value in found.items():
+                if n == "value_spread":  # measured from another centre
+                    assert torch.allclose(value, clean[n], atol=1e-4), rubbish
+                else:
+                    assert torch.equal(value, clean[n]), (n, rubbish)
+
+
+def test_rows_without_keys():
+    tensors = qkv(7, Tq=50, Tk=50)
+    mask = torch.ones(50, 50, dtype=torch.bool)
+    mask[[0, 30]] = False
+    for problem in (Transport(), Transport(marginal=Rows(sink=0.3)), Transport(marginal=Rows(relax=2.0))):
+        Case(tensors, lambda problem=problem: {"attn_mask": mask, "problem": problem}).check()
+    assert Case(tensors, lambda: {"attn_mask": mask}).run("native")["out"][:, :, 30].abs().max() == 0
+
+
+@pytest.mark.parametrize("sizes", [(0, 5), (5, 0), (0, 0)])
+def test_empty(sizes):
+    Case(qkv(8, Tq=sizes[0], Tk=sizes[1]), lambda: {}, ("lse", "entropy")).check(gradients=False)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("shape", [{"Tq": 200, "Tk": 200}, {"Tq": 2, "Tk": 3000}, {"Tq": 1000, "Tk": 1100, "H": 1, "Hkv": 1}])
+def test_threads_do_not_change_a_bit(name, shape):
+    H = shape.get("H", 4)
+    tensors, call = PROBLEMS[name](H, shape["Tq"], shape["Tk"])
+    case = Case(qkv(9, B=1 if H == 1 else 2, **shape) | tensors if H > 1 or name != "mask" else qkv(9, **shape) | tensors, call)
+    if H == 1 and name in ("padding", "biases", "mask"):
+        case = Case(qkv(9, **shape) | tensors, call)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(case.run("native"))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        for n, value in other.items():
+            assert torch.equal(value, results[0][n]), n
+
+
+def test_broadcast_parameters_are_not_expanded():
+    q, k, v = qkv(10, Tq=64, Tk=64).values()
+    mask = torch.ones(1, 1, 1, 64, dtype=torch.bool)
+    calls = []
+    plain = native._Record.tensor
+    try:
+        native._Record.tensor = lambda self, name, t: (calls.append((name, t)), plain(self, name, t))[1]
+        regard.attention(q, k, v, attn_mask=mask, enable_gqa=True, backend="native")
+    finally:
+        native._Record.tensor = plain
+    assert dict(calls)["mask"].data_ptr() == mask.data_ptr()
+    assert dict(calls)["key"].data_ptr() == k.data_ptr()
+
+
+def test_from_several_python_threads():
+    tensors = qkv(11, Tq=300, Tk=300)
+    case = Case(tensors, lambda: {"is_causal": True})
+    expected = case.run("native", gradients=False)["out"]
+    failures = []
+
+    def work():
+        for _ in range(5):
+            if not torch.equal(case.run("native", gradients=False)["out"], expected):
+                failures.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not failures
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_after_a_fork():
+    script = """
+import os, torch, regard
+q = torch.randn(2, 4, 200, 16)
+torch.set_num_threads(2)
+a = regard.attention(q, q, q, backend="native")
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(a, regard.attention(q, q, q, backend="native")) else 3)
+import time
+for _ in range(200):
+    done, status = os.waitpid(child, os.WNOHANG)
+    if done:
+        raise SystemExit(os.waitstatus_to_exitcode(status))
+    time.sleep(0.1)
+os.kill(child, 9)
+raise SystemExit("the child hangs")
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_a_named_isa_is_used(isa):
+    code = "import torch, regard._native as n; print(n.isa())"
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"REGARD_ISA": isa}, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == isa
+
+
+def test_reasons():
+    q, k, v = qkv(12).values()
+    for problem in (Transport(temperature=0.0),):
+        with pytest.raises(NotImplementedError, match="native"):
+            regard.attention(q, k, v, enable_gqa=True, problem=problem, backend="native")
+
+
+def test_the_checker_sees_one_wrong_element(monkeypatch):
+    case = Case(qkv(13), lambda: {})
+    case.check()
+    plain = native.forward
+
+    def wrong(form, names):
+        results = plain(form, names)
+        results["out"].view(-1)[17] += 1e-3
+        return results
+
+    monkeypatch.setattr(native, "forward", wrong)
+    with pytest.raises(AssertionError):
+        case.check()
