@@ -28,6 +28,7 @@ template <class R> struct BackRows {
   V inverse_tau[NV], lambda[NV];    // lambda: the dual as it is, not in base 2
   V sum_g[NV], sum_gs[NV], sum_gd[NV], sum_ps[NV], sum_pd[NV];
   R dot[L];
+  bool idle;  // some row has no key
   R *qt, *dot_t, *q, *d_out, *dqt;  // Q^T, dO^T, scale/tau Q, dO, dQ^T
 };
 
@@ -54,6 +55,7 @@ template <class R> void prepare(const Problem &p, const Terms &terms, BackRows<R
   constexpr int N = Simd<R>::N, L = BackRows<R>::L;
   const Rows<R, 3> &rows = r.rows;
   const int64_t Dp = padded<R>(p.D), Dvp = padded<R>(p.Dv);
+  r.idle = false;
   memset(r.dqt, 0, L * p.D * sizeof(R));
   memset(r.q, 0, L * Dp * sizeof(R)), memset(r.d_out, 0, L * Dvp * sizeof(R));
   rows.transpose(p.query, p.D, r.qt, [&](int i) { return rows.factor(p, terms, i); });
@@ -84,7 +86,10 @@ template <class R> void prepare(const Problem &p, const Terms &terms, BackRows<R
     }
     r.dot[i] = dot;
     r.inverse_tau[n][lane] = 1 / tau, r.lambda[n][lane] = dual;
-    if (dual == -INF<R>) continue;  // no key may be read
+    if (dual == -INF<R>) {  // no key may be read
+      r.idle = true;
+      continue;
+    }
     r.dual[n][lane] = dual * c;
     R log_mu = 0, base = dot;
     if (p.marginal == regard::ROWS) log_mu = (R)::log(p.mass), base = dot / (R)p.mass;
@@ -114,24 +119,25 @@ void pull(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t first, i
   if (gate == CLOSED) return;
   const uint8_t *live = gate == PARTLY ? s.live : nullptr;
   const bool scored = p.row_gs && !terms.folded;
-  scores<R, NV>(r.qt, k, k_stride, p.D, keys, s.x);
+  scores<R, NV, false>(r.qt, k, k_stride, p.D, keys, s.x);
   if (gate == PARTLY || !terms.folded)
     dress(p, terms, rows, keys, s.x, gate == PARTLY ? s.gate : nullptr, s.bias, scored ? s.score : nullptr,
           terms.capped ? s.slope : nullptr);
   if (p.grad_out)
-    scores<R, NV>(r.dot_t, v, v_stride, p.Dv, keys, s.u);
+    scores<R, NV, false>(r.dot_t, v, v_stride, p.Dv, keys, s.u);
   else
     memset(s.u, 0, keys * L * sizeof(R));
   const R *weights = s.x;  // what dV is made of: p, or what dropout left of it
   for (int n = 0; n < NV; ++n) {
     const V dual = r.dual[n], a = r.a[n], b = r.b[n];
-    const auto some = [&](int64_t j, auto count) {
+    const auto some = [&](int64_t j, auto count, auto exact) {
       constexpr int U = decltype(count)::value;
+      constexpr bool ZERO = decltype(exact)::value;
       V t[U], w[U];
 #pragma GCC unroll 8
       for (int u = 0; u < U; ++u)
-        t[u] = vmax(all((R)(sizeof(R) == 4 ? -200 : -2000)), load(s.x + (j + u) * L + n * N) - dual);
-      vexp2(t, w);
+        t[u] = vmax(all(FLOOR<R, ZERO>), load(s.x + (j + u) * L + n * N) - dual);
+      vexp2<ZERO>(t, w);
 #pragma GCC unroll 8
       for (int u = 0; u < U; ++u) {
         const int64_t at = (j + u) * L + n * N;
@@ -142,7 +148,7 @@ void pull(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t first, i
           store(s.kept + at, w[u] * kept);
         }
         V g = w[u] * (utility - a - b * t[u]);
-        if (live) g = w[u] > 0 ? g : V{};  // a key that is not read may hold anything
+        if (ZERO) g = w[u] > 0 ? g : V{};  // a key that is not read may hold anything
         store(s.x + at, w[u]), store(s.u + at, g);
       }
     };
@@ -150,8 +156,13 @@ void pull(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t first, i
     if (p.row_gs)  // s - lambda, for the temperature
       for (int64_t at = n * N; at < keys * L; at += L)
         store(s.score + at, terms.folded ? (load(s.x + at) - dual) / rows.c[n] : load(s.score + at) - r.lambda[n]);
-    for (; j + 4 <= keys; j += 4) some(j, Count<4>());
-    for (; j < keys; ++j) some(j, Count<1>());
+    if (live || rows.n < L || r.idle) {
+      for (; j + 4 <= keys; j += 4) some(j, Count<4>(), Count<true>());
+      for (; j < keys; ++j) some(j, Count<1>(), Count<true>());
+    } else {
+      for (; j + 4 <= keys; j += 4) some(j, Count<4>(), Count<false>());
+      for (; j < keys; ++j) some(j, Count<1>(), Count<false>());
+    }
   }
   if (p.dropout_key) weights = s.kept;
 
@@ -267,12 +278,10 @@ template <class R> void pull_chunk(const Problem &p, const Terms &terms, int64_t
       }
       for (int64_t g = 0; g < n_blocks; ++g) {
         const BackRows<R> &r = *blocks[g];
+        R *dq[L], factor[L];
         for (int i = 0; i < r.rows.n; ++i) {
           const int64_t at = chunk * p.B * p.H * p.Tq + r.rows.flat(p, i);
-          if (p.dq) {
-            const R factor = (R)p.scale / r.rows.temperature[i];
-            for (int64_t d = 0; d < p.D; ++d) ((R *)p.dq)[at * p.D + d] = r.dqt[d * L + i] * factor;
-          }
+          dq[i] = (R *)p.dq + at * p.D, factor[i] = (R)p.scale / r.rows.temperature[i];
           put(p.row_dot, at, r.dot[i]);
           put(p.row_g, at, r.sum_g[i / N][i % N]);
           put(p.row_gs, at, r.sum_gs[i / N][i % N]);
@@ -280,6 +289,7 @@ template <class R> void pull_chunk(const Problem &p, const Terms &terms, int64_t
           put(p.row_ps, at, r.sum_ps[i / N][i % N]);
           put(p.row_pd, at, r.sum_pd[i / N][i % N]);
         }
+        if (p.dq) to_rows(r.dqt, L, factor, r.rows.n, p.D, dq);
       }
     }
 }

@@ -105,7 +105,8 @@ template <int C> struct Count {
 };
 
 // x -> p in place, for one vector of rows; the block's sums are made apart and then added: shorter chains of rounding.
-template <class R, int NV, bool MOMENTS> INLINE void weigh(State<R, NV> &state, int n, Vec<R> safe, int64_t keys, R *x) {
+template <class R, int NV, bool MOMENTS, bool ZERO>
+INLINE void weigh(State<R, NV> &state, int n, Vec<R> safe, int64_t keys, R *x) {
   using V = Vec<R>;
   constexpr int N = Simd<R>::N, L = N * NV;
   V l = {}, e1 = {}, e2 = {};
@@ -113,8 +114,8 @@ template <class R, int NV, bool MOMENTS> INLINE void weigh(State<R, NV> &state, 
     constexpr int U = decltype(count)::value;
     V t[U], p[U];
 #pragma GCC unroll 8
-    for (int u = 0; u < U; ++u) t[u] = vmax(all((R)(sizeof(R) == 4 ? -200 : -2000)), load(x + (j + u) * L + n * N) - safe);
-    vexp2(t, p);
+    for (int u = 0; u < U; ++u) t[u] = vmax(all(FLOOR<R, ZERO>), load(x + (j + u) * L + n * N) - safe);
+    vexp2<ZERO>(t, p);
 #pragma GCC unroll 8
     for (int u = 0; u < U; ++u) {
       store(x + (j + u) * L + n * N, p[u]);
@@ -144,15 +145,21 @@ void attend(const Problem &p, const Terms &terms, const Wanted &want, const Rows
   R *x = panels.x;
   const Gate gate = open_gate(p, terms, rows, first, keys, panels.gate, panels.bias, panels.spare, panels.live);
   if (gate == CLOSED) return;
-  scores<R, NV>(qt, k, k_stride, p.D, keys, x);
+  V tops[NV];
+  for (int n = 0; n < NV; ++n) tops[n] = all(-INF<R>);
+  const bool plain = gate == OPEN && terms.folded;
+  if (plain)
+    scores<R, NV, true>(qt, k, k_stride, p.D, keys, x, tops);
+  else
+    scores<R, NV, false>(qt, k, k_stride, p.D, keys, x);
   if (gate == PARTLY || !terms.folded)
     dress(p, terms, rows, keys, x, gate == PARTLY ? panels.gate : nullptr, panels.bias,
           want.apart ? panels.score : nullptr, (R *)nullptr);
 
   for (int n = 0; n < NV; ++n) {
-    V top = all(-INF<R>);
-    for (int64_t j = 0; j < keys; ++j) top = vmax(top, load(x + j * L + n * N));
-    const V to = vmax(state.m[n], top);
+    if (!plain)
+      for (int64_t j = 0; j < keys; ++j) tops[n] = vmax(tops[n], load(x + j * L + n * N));
+    const V to = vmax(state.m[n], tops[n]);
     if (want.first && first == 0) state.first[n] = load(x + n * N);
     const M higher = to > state.m[n];
     if (want.apart) {
@@ -169,10 +176,10 @@ void attend(const Problem &p, const Terms &terms, const Wanted &want, const Rows
       for (int64_t d = 0; d < p.Dv; ++d) store(ot + d * L + n * N, r * load(ot + d * L + n * N));
     }
     const V safe = to == -INF<R> ? V{} : to;
-    if (want.moments)
-      weigh<R, NV, true>(state, n, safe, keys, x);
+    if (gate == OPEN)
+      want.moments ? weigh<R, NV, true, false>(state, n, safe, keys, x) : weigh<R, NV, false, false>(state, n, safe, keys, x);
     else
-      weigh<R, NV, false>(state, n, safe, keys, x);
+      want.moments ? weigh<R, NV, true, true>(state, n, safe, keys, x) : weigh<R, NV, false, true>(state, n, safe, keys, x);
     if (want.apart) {
       V y1 = {}, y2 = {};
       for (int64_t j = 0; j < keys; ++j) {
@@ -302,11 +309,11 @@ void finish(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, const
     put(p.mass_sent, at, factor * l);
     put(p.spread, at, factor * state.spread[n][lane]);
   }
-  if (p.out)
-    for (int i = 0; i < rows.n; ++i) {
-      R *out = (R *)p.out + rows.flat(p, i) * p.Dv;
-      for (int64_t d = 0; d < p.Dv; ++d) out[d] = ot[d * L + i] * share[i];
-    }
+  if (p.out) {
+    R *out[L];
+    for (int i = 0; i < rows.n; ++i) out[i] = (R *)p.out + rows.flat(p, i) * p.Dv;
+    to_rows(ot, L, share, rows.n, p.Dv, out);
+  }
 }
 
 // How the work is cut: by the shape alone.

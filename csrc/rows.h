@@ -100,7 +100,14 @@ template <class R, int NV> struct Rows {
 
   // A tensor's rows, transposed: to[d][lane] = t[row][d] * factor; 0 in lanes without a row.
   template <class F> void transpose(const Tensor &t, int64_t D, R *to, F factor) const {
-    for (int i = 0; i < n; ++i) copy<R>(t.data, t.type, at(t, i), t.s3, D, to + i, L, factor(i));
+    int i = 0;
+    if (t.type == (sizeof(R) == 4 ? regard::F32 : regard::F64) && t.s3 == 1) {
+      const R *from[L];
+      R factors[L];
+      for (int r = 0; r < n; ++r) from[r] = (const R *)t.data + at(t, r), factors[r] = factor(r);
+      i = (int)to_lanes(from, factors, n, D, to, L);
+    }
+    for (; i < n; ++i) copy<R>(t.data, t.type, at(t, i), t.s3, D, to + i, L, factor(i));
     for (int i = n; i < L; ++i)
       for (int64_t d = 0; d < D; ++d) to[d * L + i] = 0;
   }

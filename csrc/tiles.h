@@ -8,11 +8,18 @@
 
 namespace {
 
-template <class R, int NV, int KEYS>
-INLINE void score_tile(const R *at, const R *b, int64_t stride, int64_t D, R *panel) {
+// A loop of 64 steps is mispredicted at each end; one of 16 is not.
+template <class F> INLINE void by_four(int64_t n, const F &step) {
+  int64_t i = 0;
+  for (; i + 4 <= n; i += 4) step(i), step(i + 1), step(i + 2), step(i + 3);
+  for (; i < n; ++i) step(i);
+}
+
+template <class R, int NV, int KEYS, bool TOP>
+INLINE void score_tile(const R *at, const R *b, int64_t stride, int64_t D, R *panel, Vec<R> *top) {
   constexpr int N = Simd<R>::N, L = N * NV;
   Vec<R> sum[KEYS][NV] = {};
-  for (int64_t d = 0; d < D; ++d) {
+  const auto step = [&](int64_t d) __attribute__((always_inline)) {
     Vec<R> a[NV];
 #pragma GCC unroll 8
     for (int n = 0; n < NV; ++n) a[n] = load(at + d * L + n * N);
@@ -22,28 +29,33 @@ INLINE void score_tile(const R *at, const R *b, int64_t stride, int64_t D, R *pa
 #pragma GCC unroll 8
       for (int n = 0; n < NV; ++n) sum[k][n] += a[n] * x;
     }
-  }
+  };
+  by_four(D, step);
 #pragma GCC unroll 16
   for (int k = 0; k < KEYS; ++k)
 #pragma GCC unroll 8
-    for (int n = 0; n < NV; ++n) store(panel + k * L + n * N, sum[k][n]);
+    for (int n = 0; n < NV; ++n) {
+      store(panel + k * L + n * N, sum[k][n]);
+      if (TOP) top[n] = vmax(top[n], sum[k][n]);
+    }
 }
 
-template <class R, int NV>
-void scores(const R *at, const R *b, int64_t stride, int64_t D, int64_t keys, R *panel) {
+// TOP: the largest of each lane, too.
+template <class R, int NV, bool TOP>
+void scores(const R *at, const R *b, int64_t stride, int64_t D, int64_t keys, R *panel, Vec<R> *top = nullptr) {
   constexpr int KEYS = NV == 1 ? 12 : TILE_KEYS, L = Simd<R>::N * NV;
   int64_t j = 0;
-  for (; j + KEYS <= keys; j += KEYS) score_tile<R, NV, KEYS>(at, b + j * stride, stride, D, panel + j * L);
+  for (; j + KEYS <= keys; j += KEYS) score_tile<R, NV, KEYS, TOP>(at, b + j * stride, stride, D, panel + j * L, top);
   if (KEYS > 4)
-    for (; j + 4 <= keys; j += 4) score_tile<R, NV, 4>(at, b + j * stride, stride, D, panel + j * L);
-  for (; j < keys; ++j) score_tile<R, NV, 1>(at, b + j * stride, stride, D, panel + j * L);
+    for (; j + 4 <= keys; j += 4) score_tile<R, NV, 4, TOP>(at, b + j * stride, stride, D, panel + j * L, top);
+  for (; j < keys; ++j) score_tile<R, NV, 1, TOP>(at, b + j * stride, stride, D, panel + j * L, top);
 }
 
 template <class R, int NV, int DIMS>
 INLINE void gather_tile(const R *panel, const R *b, int64_t stride, int64_t keys, R *ct) {
   constexpr int N = Simd<R>::N, L = N * NV;
   Vec<R> sum[DIMS][NV] = {};
-  for (int64_t j = 0; j < keys; ++j) {
+  const auto step = [&](int64_t j) __attribute__((always_inline)) {
     Vec<R> p[NV];
 #pragma GCC unroll 8
     for (int n = 0; n < NV; ++n) p[n] = load(panel + j * L + n * N);
@@ -53,7 +65,8 @@ INLINE void gather_tile(const R *panel, const R *b, int64_t stride, int64_t keys
 #pragma GCC unroll 8
       for (int n = 0; n < NV; ++n) sum[k][n] += p[n] * x;
     }
-  }
+  };
+  by_four(keys, step);
 #pragma GCC unroll 16
   for (int k = 0; k < DIMS; ++k)
 #pragma GCC unroll 8
@@ -74,7 +87,7 @@ template <class R, int L, int KEYS, int NV>
 INLINE void scatter_tile(const R *panel, const R *a, int64_t stride, R *c) {
   constexpr int N = Simd<R>::N;
   Vec<R> sum[KEYS][NV] = {};
-  for (int64_t i = 0; i < L; ++i) {
+  const auto step = [&](int64_t i) __attribute__((always_inline)) {
     Vec<R> x[NV];
 #pragma GCC unroll 8
     for (int n = 0; n < NV; ++n) x[n] = load(a + i * stride + n * N);
@@ -84,7 +97,8 @@ INLINE void scatter_tile(const R *panel, const R *a, int64_t stride, R *c) {
 #pragma GCC unroll 8
       for (int n = 0; n < NV; ++n) sum[k][n] += x[n] * p;
     }
-  }
+  };
+  by_four(L, step);
 #pragma GCC unroll 16
   for (int k = 0; k < KEYS; ++k)
 #pragma GCC unroll 8

@@ -70,9 +70,9 @@ template <class R> constexpr R INF = (R)__builtin_inf();
 template <class R> constexpr R LOWEST = sizeof(R) == 4 ? (R)-3.402823466e38 : (R)-1.7976931348623157e308;
 constexpr double LOG2E = 1.4426950408889634074, LN2 = 0.69314718055994530942;
 
-// 2^t for t <= 0 or so: degree 5 (relative error 1.7e-7), exactly 0 below 2^-126, NaN stays NaN. U vectors at once, step by
-// step: one chain of dependent operations fills the scheduler (12 cycles per vector alone, 6 with four side by side).
-template <int U> INLINE void vexp2(const Vec<float> (&t)[U], Vec<float> (&p)[U]) {
+// 2^t for t <= 0 or so: degree 5 (relative error 1.7e-7), NaN stays NaN. U vectors at once, step by step. ZERO: exactly 0
+// below 2^-126, for any t; else t must be at least -126.
+template <bool ZERO, int U> INLINE void vexp2(const Vec<float> (&t)[U], Vec<float> (&p)[U]) {
   using M = Mask<float>;
   Vec<float> shifted[U], f[U];
 #define EACH _Pragma("GCC unroll 8") for (int u = 0; u < U; ++u)
@@ -83,10 +83,11 @@ template <int U> INLINE void vexp2(const Vec<float> (&t)[U], Vec<float> (&p)[U])
   EACH p[u] = p[u] * f[u] + 0.24022242066381747f;
   EACH p[u] = p[u] * f[u] + 0.6931469775710566f;
   EACH p[u] = p[u] * f[u] + 1.0f;
-  EACH p[u] = (Vec<float>)(((M)p[u] + ((M)shifted[u] << 23)) & ~(t[u] < -126.0f));
+  EACH p[u] = (Vec<float>)((M)p[u] + ((M)shifted[u] << 23));
+  if (ZERO) EACH p[u] = (Vec<float>)((M)p[u] & ~(t[u] < -126.0f));
 #undef EACH
 }
-template <int U> INLINE void vexp2(const Vec<double> (&t)[U], Vec<double> (&p)[U]) {
+template <bool ZERO, int U> INLINE void vexp2(const Vec<double> (&t)[U], Vec<double> (&p)[U]) {
   for (int u = 0; u < U; ++u) {
     p[u] = t[u];
     for (int n = 0; n < Simd<double>::N; ++n) p[u][n] = ::exp2(t[u][n]);
@@ -95,7 +96,7 @@ template <int U> INLINE void vexp2(const Vec<double> (&t)[U], Vec<double> (&p)[U
 template <class V> INLINE V vexp2(V t) {
   const V in[1] = {t};
   V out[1];
-  vexp2(in, out);
+  vexp2<true>(in, out);
   return out[0];
 }
 INLINE float exp2_of(float t) { return ::exp2f(t); }
@@ -122,6 +123,74 @@ INLINE Vec<float> vtanh(Vec<float> x) {
 INLINE Vec<double> vtanh(Vec<double> x) {
   for (int n = 0; n < Simd<double>::N; ++n) x[n] = ::tanh(x[n]);
   return x;
+}
+
+// How far an exponent may lie below the largest: where some key is not admissible (x = -inf) a bound that keeps p t finite
+// and p = 0; else the bound at which the exponential needs no care (p = 2^-126 instead of 0).
+template <class R, bool ZERO> constexpr R FLOOR = sizeof(R) == 4 ? (ZERO ? -200 : -126) : (ZERO ? -2000 : -1000);
+
+#if defined(__AVX2__)
+INLINE void transpose8(__m256 (&r)[8]) {
+  __m256 t[8];
+  for (int i = 0; i < 4; ++i) {
+    t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 2; ++i) {
+    r[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+    r[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+    r[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+    r[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x20);
+    t[i + 4] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x31);
+  }
+  for (int i = 0; i < 8; ++i) r[i] = t[i];
+}
+#endif
+
+// to[d][i] = from[i][d] * factor[i] for n rows of D; `to` has rows of `stride`. Whole blocks of 8 x 8; returns the rows done.
+INLINE int64_t to_lanes(const float *const *from, const float *factor, int64_t n, int64_t D, float *to, int64_t stride) {
+  int64_t i = 0;
+#if defined(__AVX2__)
+  for (; i + 8 <= n; i += 8) {
+    int64_t d = 0;
+    for (; d + 8 <= D; d += 8) {
+      __m256 r[8];
+      for (int u = 0; u < 8; ++u) r[u] = _mm256_mul_ps(_mm256_loadu_ps(from[i + u] + d), _mm256_set1_ps(factor[i + u]));
+      transpose8(r);
+      for (int u = 0; u < 8; ++u) _mm256_storeu_ps(to + (d + u) * stride + i, r[u]);
+    }
+    for (; d < D; ++d)
+      for (int u = 0; u < 8; ++u) to[d * stride + i + u] = from[i + u][d] * factor[i + u];
+  }
+#endif
+  return i;
+}
+INLINE int64_t to_lanes(const double *const *, const double *, int64_t, int64_t, double *, int64_t) { return 0; }
+
+// The other way: to[i][d] = from[d][i] * factor[i].
+template <class R>
+INLINE void to_rows(const R *from, int64_t stride, const R *factor, int64_t n, int64_t D, R *const *to) {
+  int64_t i = 0;
+#if defined(__AVX2__)
+  if (sizeof(R) == 4)
+    for (; i + 8 <= n; i += 8) {
+      int64_t d = 0;
+      const __m256 f = _mm256_loadu_ps((const float *)factor + i);
+      for (; d + 8 <= D; d += 8) {
+        __m256 r[8];
+        for (int u = 0; u < 8; ++u) r[u] = _mm256_mul_ps(_mm256_loadu_ps((const float *)from + (d + u) * stride + i), f);
+        transpose8(r);
+        for (int u = 0; u < 8; ++u) _mm256_storeu_ps((float *)to[i + u] + d, r[u]);
+      }
+      for (; d < D; ++d)
+        for (int u = 0; u < 8; ++u) to[i + u][d] = from[d * stride + i + u] * factor[i + u];
+    }
+#endif
+  for (; i < n; ++i)
+    for (int64_t d = 0; d < D; ++d) to[i][d] = from[d * stride + i] * factor[i];
 }
 
 // Reading any element type.
