@@ -149,9 +149,9 @@ void attend(const Problem &p, const Terms &terms, const Wanted &want, const Rows
   for (int n = 0; n < NV; ++n) tops[n] = all(-INF<R>);
   const bool plain = gate == OPEN && terms.folded;
   if (plain)
-    scores<R, NV, true>(qt, k, k_stride, p.D, keys, x, tops);
+    scores<R, NV, true>(qt, k, k_stride, p.D, keys, x, tops, p.D == p.Dv && k_stride == v_stride ? v : nullptr);
   else
-    scores<R, NV, false>(qt, k, k_stride, p.D, keys, x);
+    scores<R, NV, false>(qt, k, k_stride, p.D, keys, x, nullptr, p.D == p.Dv && k_stride == v_stride ? v : nullptr);
   if (gate == PARTLY || !terms.folded)
     dress(p, terms, rows, keys, x, gate == PARTLY ? panels.gate : nullptr, panels.bias,
           want.apart ? panels.score : nullptr, (R *)nullptr);

@@ -40,11 +40,24 @@ INLINE void score_tile(const R *at, const R *b, int64_t stride, int64_t D, R *pa
     }
 }
 
-// TOP: the largest of each lane, too.
+// Rows that will be needed soon, into the cache: with one vector of lanes the arithmetic is too short to wait for memory.
+template <class R> INLINE void expect(const R *rows, int64_t stride, int64_t count, int64_t D) {
+  for (int64_t j = 0; j < count; ++j)
+    for (int64_t d = 0; d < D; d += 64 / (int64_t)sizeof(R)) __builtin_prefetch(rows + j * stride + d);
+}
+
+// TOP: the largest of each lane, too. `next`: rows that are read after these (the values), of the same stride and number.
 template <class R, int NV, bool TOP>
-void scores(const R *at, const R *b, int64_t stride, int64_t D, int64_t keys, R *panel, Vec<R> *top = nullptr) {
+void scores(const R *at, const R *b, int64_t stride, int64_t D, int64_t keys, R *panel, Vec<R> *top = nullptr,
+            const R *next = nullptr) {
   constexpr int KEYS = NV == 1 ? 12 : TILE_KEYS, L = Simd<R>::N * NV;
   int64_t j = 0;
+  if (NV == 1 && next)
+    for (; j + KEYS <= keys; j += KEYS) {
+      expect(b + (j + 2 * KEYS) * stride, stride, KEYS, D);  // beyond the block is the next one
+      expect(next + j * stride, stride, KEYS, D);
+      score_tile<R, NV, KEYS, TOP>(at, b + j * stride, stride, D, panel + j * L, top);
+    }
   for (; j + KEYS <= keys; j += KEYS) score_tile<R, NV, KEYS, TOP>(at, b + j * stride, stride, D, panel + j * L, top);
   if (KEYS > 4)
     for (; j + 4 <= keys; j += 4) score_tile<R, NV, 4, TOP>(at, b + j * stride, stride, D, panel + j * L, top);

@@ -1,0 +1,46 @@
+"""Decoding on the native engine against PyTorch's: few queries over a long cache, and the share of read bandwidth."""
+
+import time
+
+import torch
+import torch.nn.functional as F
+
+import regard
+
+
+def best(functions, rounds=15):
+    times = [[] for _ in functions]
+    for _ in range(rounds):
+        for f, t in zip(functions, times, strict=True):
+            start = time.perf_counter()
+            f()
+            t.append(time.perf_counter() - start)
+    return [sorted(t)[len(t) // 2] for t in times]
+
+
+def main():
+    torch.set_num_threads(2)
+    big = torch.randn(2**26)
+    (read,) = best([lambda: big.sum()], 7)
+    bandwidth = big.numel() * 4 / read
+    print(f"read bandwidth (sum of 256 MiB): {bandwidth / 1e9:.1f} GB/s")
+    for dtype in (torch.float32, torch.bfloat16):
+        for Tk in (4096, 32768):
+            for Tq in (1, 4):
+                q = torch.randn(1, 32, Tq, 64).to(dtype)
+                k, v = (torch.randn(1, 8, Tk, 64).to(dtype) for _ in range(2))
+                a, b = best(
+                    [
+                        lambda q=q, k=k, v=v: regard.attention(q, k, v, enable_gqa=True, backend="native"),
+                        lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+                    ]
+                )
+                size = 2 * k.numel() * k.element_size()
+                print(
+                    f"{dtype} Tk={Tk} Tq={Tq}: native {a * 1e3:.2f} ms ({size / a / bandwidth:.0%} of bandwidth), "
+                    f"sdpa {b * 1e3:.2f} ms, ratio {b / a:.2f}"
+                )
+
+
+if __name__ == "__main__":
+    main()
