@@ -21,9 +21,9 @@ constexpr int PRIORS = 4;  // log-priors that one problem may multiply
   INT(B) INT(H) INT(Hkv) INT(Tq) INT(Tk) INT(D) INT(Dv)                                                                \
   INT(left) INT(right) INT(offset)              /* row i reads keys i + offset - left ... i + offset + right */        \
   INT(marginal) INT(threshold)                  /* a weight is kept where its hash is >= threshold */                  \
-  INT(scratch)                                                                                                         \
   REAL(scale) REAL(softcap)                     /* softcap 0: none */                                                  \
-  REAL(mass) REAL(level_value) REAL(temperature_value) REAL(kept_scale)                                                \
+  REAL(mass) REAL(kept_scale)                                                                                          \
+  REAL(level_value) REAL(temperature_value) INT(scratch)                                                               \
   TENSOR(query) TENSOR(key) TENSOR(value) TENSOR(score_bias) TENSOR(mask)                                              \
   TENSOR(prior0) TENSOR(prior1) TENSOR(prior2) TENSOR(prior3)                                                          \
   TENSOR(slopes) TENSOR(query_ids) TENSOR(key_ids) TENSOR(level) TENSOR(temperature) TENSOR(dropout_key)               \

@@ -249,7 +249,22 @@ void copy(int64_t data, int64_t type, int64_t at, int64_t step, int64_t n, R *to
   switch (type) {
     case regard::F32: return copy_as((const float *)data + at, step, n, to, stride, factor, [](float x) { return x; });
     case regard::F64: return copy_as((const double *)data + at, step, n, to, stride, factor, [](double x) { return x; });
-    case regard::BF16: return copy_as((const uint16_t *)data + at, step, n, to, stride, factor, widen_bf16);
+    case regard::BF16: {
+#if defined(__AVX2__)
+      if (step == 1 && stride == 1 && sizeof(R) == 4) {
+        const uint16_t *from = (const uint16_t *)data + at;
+        int64_t j = 0;
+        for (; j + 8 <= n; j += 8) {
+          const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(from + j)));
+          _mm256_storeu_ps((float *)to + j, _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16)),
+                                                          _mm256_set1_ps((float)factor)));
+        }
+        for (; j < n; ++j) to[j] = (R)widen_bf16(from[j]) * factor;
+        return;
+      }
+#endif
+      return copy_as((const uint16_t *)data + at, step, n, to, stride, factor, widen_bf16);
+    }
     case regard::F16: {
 #if defined(__F16C__)
       if (step == 1 && stride == 1 && sizeof(R) == 4) {

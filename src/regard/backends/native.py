@@ -25,7 +25,13 @@ _TYPES = {
 }
 _MARGINALS = {"rows": 0, "sink": 1, "relax": 2, "free": 3}
 _UNBOUNDED = 2**40  # a band's open side
+_SMALL = 2**21  # multiply-adds that one thread does sooner than it wakes another
 _PRIORS = 4  # log-priors that a record holds
+# The record's first fields, in order.
+_NUMBERS = (
+    *("threads", "compute", "B", "H", "Hkv", "Tq", "Tk", "D", "Dv", "left", "right", "offset", "marginal", "threshold"),
+    *("scale", "softcap", "mass", "kept_scale"),
+)
 # A statistic's field where its name is taken.
 _FIELDS = {"value": "free_energy", "mass": "mass_sent", "value_spread": "spread"}
 
@@ -51,6 +57,7 @@ class _Layout:
             count, letter = {"int": (1, "q"), "real": (1, "d"), "tensor": (6, "q")}[kind]
             formats.append(letter * count)
             blank += [0.0 if kind == "real" else 0] * count
+        assert tuple(self.at)[: len(_NUMBERS)] == _NUMBERS
         self.blank, self.pack = blank, struct.Struct("=" + "".join(formats)).pack
 
 
@@ -72,9 +79,11 @@ class _Record:
     def tensor(self, name: str, tensor: Tensor | None) -> None:
         if tensor is None:
             return
-        strides = [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        strides = tensor.stride()
+        if 1 in tensor.shape:
+            strides = tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, strides, strict=True))
         start = self.at[name]
-        self.values[start : start + 2 + len(strides)] = [tensor.data_ptr(), _TYPES[tensor.dtype], *strides]
+        self.values[start : start + 2 + len(strides)] = (tensor.data_ptr(), _TYPES[tensor.dtype], *strides)
 
     def bytes(self) -> bytes:
         return self.pack(*self.values)
@@ -107,27 +116,29 @@ def _record(form: Form) -> _Record:
     assert form.query is not None and form.key is not None and form.value is not None
     record = _Record()
     B, H, Tq, Tk = form.shape
-    numbers = {
-        "threads": torch.get_num_threads(),
-        "compute": _TYPES[form.dtype],
-        "B": B,
-        "H": H,
-        "Hkv": form.key.shape[1],
-        "Tq": Tq,
-        "Tk": Tk,
-        "D": form.query.shape[3],
-        "Dv": form.value.shape[3],
-        "left": _UNBOUNDED if form.left is None else form.left,
-        "right": _UNBOUNDED if form.right is None else form.right,
-        "offset": form.offset,
-        "marginal": _MARGINALS[form.marginal],
-        "scale": form.scale,
-        "softcap": form.softcap or 0.0,
-        "mass": form.mass,
-    }
-    for name, number in numbers.items():
-        record.put(name, number)
-    for name in ("query", "key", "value", "score_bias", "mask", "slopes", "query_ids", "key_ids"):
+    D, Dv = form.query.shape[3], form.value.shape[3]
+    small = B * H * Tq * Tk * (D + Dv) < _SMALL
+    record.values[: len(_NUMBERS)] = [
+        1 if small else torch.get_num_threads(),
+        _TYPES[form.dtype],
+        B,
+        H,
+        form.key.shape[1],
+        Tq,
+        Tk,
+        D,
+        Dv,
+        _UNBOUNDED if form.left is None else form.left,
+        _UNBOUNDED if form.right is None else form.right,
+        form.offset,
+        _MARGINALS[form.marginal],
+        int(form.dropout_p * 2**32),
+        form.scale,
+        form.softcap or 0.0,
+        form.mass,
+        1 / (1 - form.dropout_p) if form.dropout_p < 1 else 0.0,
+    ]
+    for name in ("query", "key", "value", "score_bias", "mask", "slopes", "query_ids", "key_ids", "dropout_key"):
         record.tensor(name, getattr(form, name))
     for n, prior in enumerate(form.log_priors):
         record.tensor(f"prior{n}", prior)
@@ -136,10 +147,6 @@ def _record(form: Form) -> _Record:
             record.tensor(name, scalar)
         else:
             record.put(f"{name}_value", scalar)
-    if form.dropout_key is not None:
-        record.tensor("dropout_key", form.dropout_key)
-        record.put("threshold", int(form.dropout_p * 2**32))
-        record.put("kept_scale", 1 / (1 - form.dropout_p) if form.dropout_p < 1 else 0.0)
     return record
 
 
