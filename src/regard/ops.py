@@ -18,7 +18,8 @@ from .backends import torch as definition
 from .form import Form, output_shapes
 from .statistics import DIFFERENTIABLE
 
-BACKENDS: dict[str, Any] = {"torch": definition, "native": native}  # those that follow the protocol forward(form, names), backward(...)
+# Those that follow the protocol forward(form, names), backward(...).
+BACKENDS: dict[str, Any] = {"torch": definition, "native": native}
 
 
 def run(backend: str, form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:

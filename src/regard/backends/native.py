@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ..form import Form, output_shapes
 
+SAVED = ("dual",)  # what backward wants from forward besides the caller's statistics
+
 _TYPES = {
     torch.float32: 0,
     torch.float64: 1,
