@@ -6,6 +6,7 @@ numbers. Outputs and working memory are allocated here; the kernels allocate not
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from functools import cache
 from typing import Any
@@ -38,14 +39,20 @@ _NUMBERS = (
 _FIELDS = {"value": "free_energy", "mass": "mass_sent", "value_spread": "spread"}
 
 
-@cache
+_loaded: tuple[Any, str] | None = None
+
+
 def _extension() -> tuple[Any, str]:
-    """The compiled module, or None and why."""
-    try:
-        from .. import _native  # torch is imported: its OpenMP runtime is the one that the module finds
-    except ImportError as error:
-        return None, f"the native engine was not built: {error}"
-    return _native, ""
+    """The compiled module, or None and why. (Not functools.cache: torch.compile warns at it.)"""
+    global _loaded
+    if _loaded is None:
+        try:
+            from .. import _native  # torch is imported: its OpenMP runtime is the one that the module finds
+
+            _loaded = _native, ""
+        except ImportError as error:
+            _loaded = None, f"the native engine was not built: {error}"
+    return _loaded
 
 
 class _Layout:
@@ -100,13 +107,11 @@ def unsupported(form: Form, names: tuple[str, ...]) -> str | None:
     if form.query.device.type != "cpu":
         return f"runs on the CPU only (query is on {form.query.device})"
     if form.family != "kl":
-        return f"has no kernel for {form.regularizer!r} yet"
+        return f"has kernels for KL only, not for {form.family}"
     if form.hard:
         return "has no temperature 0"
     if len(form.log_priors) > _PRIORS:
         return f"multiplies at most {_PRIORS} biases (got {len(form.log_priors)})"
-    if "value_spread" in names and form.dropout_p > 0:
-        return "has no value_spread under dropout"
     if form.first_query or form.first_key:
         return "serves whole plans, not blocks of one"
     if torch.autograd.forward_ad._current_level >= 0:
@@ -160,6 +165,11 @@ def forward(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
     results = {n: torch.empty(s, dtype=form.dtype) for n, s in shapes.items()}
     if 0 in form.shape[:3]:
         return {n: t.zero_() for n, t in results.items()}
+    if "value_spread" in names and form.dropout_key is not None:  # it wants the output before dropout: a pass of its own
+        plain = dataclasses.replace(form, dropout_p=0.0, dropout_key=None)
+        rest = tuple(name for name in names if name != "value_spread")
+        found = forward(form, rest) | forward(plain, ("value_spread",))
+        return {name: found[name] for name in names}
     record = _record(form)
     for name, result in results.items():
         if name != "key_mass":
