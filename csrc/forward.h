@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr int64_t KEY_BLOCK = 96;  // 48 ... 192 are equally fast
+constexpr int64_t KEY_BLOCK = 96;  // measured: 48 and 64 are within 2 %, no better
 constexpr int64_t ROW_BLOCKS = 4;  // blocks of rows that share a block of keys while it is in the cache
 
 struct Wanted {
