@@ -1,7 +1,7 @@
 # Every target sets up what it needs: a local .venv, installed from the lock (constraints.txt). Repeats are instant.
 
 PYTHON ?= python3
-BUILD := scikit-build-core
+BUILD := scikit-build-core nanobind cmake ninja
 JOBS ?= 2
 
 PY := .venv/bin/python
@@ -34,7 +34,7 @@ format: .venv/linters  ## let ruff mend what it can
 docs: .venv/ready  ## run every snippet of README and docs, compare the outputs shown, check the links
 	$(PY) -m pytest -q tests/test_docs.py
 
-.venv/ready: pyproject.toml constraints.txt Makefile
+.venv/ready: pyproject.toml constraints.txt Makefile CMakeLists.txt $(wildcard csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "regard needs Python 3.11 or later")'
 	@echo "Setting up .venv (once; a few minutes if PyTorch must be downloaded)"
 	@test -x $(PY) || $(PYTHON) -m venv .venv

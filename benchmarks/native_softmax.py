@@ -1,6 +1,6 @@
 """Softmax on the native engine against PyTorch's own: interleaved in one process, medians and spread of the ratio.
 
-    python benchmarks/native_softmax.py [--backward] [--threads N] [T ...]
+python benchmarks/native_softmax.py [--backward] [--threads N] [T ...]
 """
 
 import argparse
@@ -62,8 +62,8 @@ def main():
             flops = 4 * args.heads * T * T * args.dim * (3.5 if args.backward else 1) / (2 if causal else 1)
             kind = "causal" if causal else "full"
             print(
-                f"T={T} D={args.dim} {kind}: native {a * 1e3:.1f} ms ({flops / a / 1e9:.0f} GF/s), sdpa {b * 1e3:.1f} ms, "
-                f"ratio {ratio:.2f} [{low:.2f}, {high:.2f}]"
+                f"T={T} D={args.dim} {kind}: native {a * 1e3:.1f} ms ({flops / a / 1e9:.0f} GF/s), "
+                f"sdpa {b * 1e3:.1f} ms, ratio {ratio:.2f} [{low:.2f}, {high:.2f}]"
             )
 
 

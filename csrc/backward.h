@@ -1,9 +1,9 @@
-// Backward, KL: nothing of the plan was kept; it is made again from the saved dual.
+// Backward, KL: nothing of the plan was kept; it is made again from the saved dual (kept in two parts).
 //
 //   task = a key/value head and a chunk of keys. For each query head that reads it, for each batch of row blocks:
 //     Q^T, dO^T (lanes = rows) and Q, dO as rows; b = the baseline from <dO, O>
 //     for each block of keys in the chunk, for each block of rows that may read it:
-//       p  <- 2^(x - dual);  U <- dO V^T;  G <- p (u - A - B log2 p)      [keys][L]   (theory: the advantage; A, B below)
+//       p  <- 2^(x - peak - rest);  U <- dO V^T;  G <- p (u - A - B log2 p)      [keys][L]   (theory: the advantage; A, B below)
 //       dV <- dV + P dO;  dK <- dK + G Q;  dQ^T <- dQ^T + G^T K
 // A chunk owns its keys, so dK and dV are summed in one fixed order; rows get one part of dQ per chunk, added in order later.
 // The number of chunks depends on the shape alone. G = tau dL/ds; scale and 1/tau are multiplied into the rows of Q and into
@@ -24,7 +24,8 @@ template <class R> struct BackRows {
   static constexpr int NV = 3, L = Simd<R>::N * NV;
   using V = Vec<R>;
   Rows<R, NV> rows;
-  V dual[NV], a[NV], b[NV];         // +inf in a row without keys or beyond the last: p = 0
+  V peak[NV], rest[NV];             // the dual in base 2, in two parts; rest is +inf in a row without keys: p = 0
+  V a[NV], b[NV];
   V inverse_tau[NV], lambda[NV];    // lambda: the dual as it is, not in base 2
   V sum_g[NV], sum_gs[NV], sum_gd[NV], sum_ps[NV], sum_pd[NV];
   R dot[L];
@@ -67,7 +68,7 @@ template <class R> void prepare(const Problem &p, const Terms &terms, BackRows<R
     for (int i = 0; i < rows.n; ++i)
       copy<R>(p.grad_out.data, p.grad_out.type, rows.at(p.grad_out, i), p.grad_out.s3, p.Dv, r.d_out + i * Dvp, 1, (R)1);
   }
-  for (int n = 0; n < 3; ++n) r.dual[n] = all(INF<R>), r.a[n] = r.b[n] = r.inverse_tau[n] = r.lambda[n] = Vec<R>{};
+  for (int n = 0; n < 3; ++n) r.peak[n] = Vec<R>{}, r.rest[n] = all(INF<R>), r.a[n] = r.b[n] = r.inverse_tau[n] = r.lambda[n] = Vec<R>{};
   for (int n = 0; n < 3; ++n) r.sum_g[n] = r.sum_gs[n] = r.sum_gd[n] = r.sum_ps[n] = r.sum_pd[n] = Vec<R>{};
   for (int i = 0; i < rows.n; ++i) {
     const int n = i / N, lane = i % N;
@@ -86,11 +87,12 @@ template <class R> void prepare(const Problem &p, const Terms &terms, BackRows<R
     }
     r.dot[i] = dot;
     r.inverse_tau[n][lane] = 1 / tau, r.lambda[n][lane] = dual;
-    if (dual == -INF<R>) {  // no key may be read
+    const R peak = of_row<R>(p.saved_peak, rows.at(p.saved_peak, i));
+    if (peak == -INF<R>) {  // no key may be read
       r.idle = true;
       continue;
     }
-    r.dual[n][lane] = dual * c;
+    r.peak[n][lane] = peak, r.rest[n][lane] = of_row<R>(p.saved_rest, rows.at(p.saved_rest, i));
     R log_mu = 0, base = dot;
     if (p.marginal == regard::ROWS) log_mu = (R)::log(p.mass), base = dot / (R)p.mass;
     if (p.marginal == regard::RELAX) log_mu = dual / level, base = dot / (R)::exp(log_mu) * (level / (level + tau));
@@ -129,14 +131,14 @@ void pull(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t first, i
     memset(s.u, 0, keys * L * sizeof(R));
   const R *weights = s.x;  // what dV is made of: p, or what dropout left of it
   for (int n = 0; n < NV; ++n) {
-    const V dual = r.dual[n], a = r.a[n], b = r.b[n];
+    const V peak = r.peak[n], rest = r.rest[n], a = r.a[n], b = r.b[n];
     const auto some = [&](int64_t j, auto count, auto exact) {
       constexpr int U = decltype(count)::value;
       constexpr bool ZERO = decltype(exact)::value;
       V t[U], w[U];
 #pragma GCC unroll 8
       for (int u = 0; u < U; ++u)
-        t[u] = vmax(all(FLOOR<R, ZERO>), load(s.x + (j + u) * L + n * N) - dual);
+        t[u] = vmax(all(FLOOR<R, ZERO>), load(s.x + (j + u) * L + n * N) - peak - rest);
       vexp2<ZERO>(t, w);
 #pragma GCC unroll 8
       for (int u = 0; u < U; ++u) {
@@ -155,7 +157,7 @@ void pull(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t first, i
     int64_t j = 0;
     if (p.row_gs)  // s - lambda, for the temperature
       for (int64_t at = n * N; at < keys * L; at += L)
-        store(s.score + at, terms.folded ? (load(s.x + at) - dual) / rows.c[n] : load(s.score + at) - r.lambda[n]);
+        store(s.score + at, terms.folded ? (load(s.x + at) - peak - rest) / rows.c[n] : load(s.score + at) - r.lambda[n]);
     if (live || rows.n < L || r.idle) {
       for (; j + 4 <= keys; j += 4) some(j, Count<4>(), Count<true>());
       for (; j < keys; ++j) some(j, Count<1>(), Count<true>());

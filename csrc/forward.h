@@ -250,6 +250,9 @@ void finish(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, const
       dual -= tau * (R)(LN2 * ::log2(p.mass));
       value = dual * (R)p.mass;
     }
+    // Kept apart for the backward pass: where all x are near the lowest number, their sum would lose log_total.
+    R peak = some ? top : -INF<R>, rest = log_total;
+    if (p.marginal == regard::ROWS) rest -= (R)::log2(p.mass);
     R prior_mass = state.count[n][lane];
     R log_prior_mass = ::log2(prior_mass);
     if (terms.prior) {
@@ -258,18 +261,20 @@ void finish(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, const
       if (!keys) prior_mass = 0, log_prior_mass = -INF<R>;
     }
     if (p.marginal == regard::RELAX) {
+      rest = (top + log_total) * (level / (tau + level)) - top;
       dual = dual * (level / (tau + level));
       const R mass = keys ? exp2_of(dual / level * (R)LOG2E) : 0;
       factor = part * mass;
       value = (tau + level) * mass - tau * prior_mass - level;
     } else if (p.marginal == regard::FREE) {
-      dual = -level;
+      dual = -level, peak = 0, rest = -level * c;
       factor = keys ? exp2_of(m + level * c) : 0;
       value = tau * (factor * l - prior_mass);
     }
     share[i] = factor;
     put(p.lse, at, lse);
     put(p.dual, at, dual);
+    put(p.peak, at, peak), put(p.rest, at, rest);
     put(p.free_energy, at, value);
     if (p.entropy || p.kl || p.score_variance || p.cost) {
       const R shift = keys ? m - top : 0, null_shift = sink ? null_x - top : 0;

@@ -31,8 +31,9 @@ constexpr int PRIORS = 4;  // log-priors that one problem may multiply
   /* forward: results, contiguous in the compute type, 0 if not asked for */                                           \
   INT(out) INT(lse) INT(dual) INT(free_energy) INT(entropy) INT(kl) INT(max_scores) INT(max_weight)                    \
   INT(score_variance) INT(collision) INT(support) INT(first_key_mass) INT(mass_sent) INT(cost) INT(spread)             \
+  INT(peak) INT(rest)                           /* the dual in base 2 as a sum: the row's largest x, and what is left */ \
   /* backward: saved outputs and incoming gradients, then results */                                                   \
-  TENSOR(saved_out) TENSOR(saved_dual) TENSOR(saved_lse) TENSOR(saved_entropy)                                         \
+  TENSOR(saved_out) TENSOR(saved_dual) TENSOR(saved_lse) TENSOR(saved_entropy) TENSOR(saved_peak) TENSOR(saved_rest)   \
   TENSOR(grad_out) TENSOR(grad_lse) TENSOR(grad_entropy)                                                               \
   INT(chunks)                                   /* of keys; each has its own part of what rows accumulate */           \
   INT(dq)                                       /* [chunks, B, H, Tq, D] */                                            \

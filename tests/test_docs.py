@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard
+from regard.backends import native
+from regard.form import Form
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -61,6 +63,8 @@ def check(page: str, name: str = "page") -> dict:
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_snippets_run_and_print_what_the_page_says(path):
     page = path.read_text()
+    if path.name == "support.md" and "not built" in str(native.unsupported(Form(), ())):
+        pytest.skip("the page shows a build with the native engine")
     check(page, str(path))
     assert page.count("\n```python") == len(SNIPPET.findall(page))
     assert page.count("\n```text") == sum(m["text"] is not None for m in SNIPPET.finditer(page))

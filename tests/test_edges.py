@@ -126,6 +126,21 @@ def test_huge_scores_stay_finite(problem, backend, dtype, size):
         assert (out - exact).abs().max() < 0.05
 
 
+@by_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_at_the_lowest_number(backend, dtype):
+    """Not -inf: a row of nothing else is uniform, as in PyTorch, and so is its gradient."""
+    q, k, v = (draw(1, 2, 6, 8, dtype=dtype, seed=i).requires_grad_() for i in range(3))
+    mask = torch.zeros(6, 6, dtype=dtype)
+    mask[2], mask[3, 3:], mask[4] = torch.finfo(dtype).min, torch.finfo(dtype).min, -1e9
+    results = []
+    for function in (stock_attention, lambda *a, **b: regard.attention(*a, **b, backend=backend)):
+        out = function(q, k, v, attn_mask=mask)
+        results.append([out, *torch.autograd.grad(out.float().sin().sum(), (q, k, v))])
+    for got, expected in zip(results[1], results[0], strict=True):
+        assert torch.allclose(got, expected, atol=0.03 if dtype == torch.bfloat16 else 2e-6)
+
+
 def test_rows_sum_to_one_at_huge_scores():
     """The row sum must not carry the rounding of a dual near 10^4."""
     s = 1e4 + torch.randn(20, 50, generator=torch.Generator().manual_seed(0))

@@ -21,6 +21,7 @@ from regard import (
     Tsallis,
     Window,
 )
+from regard.backends import native
 
 q = torch.randn(2, 4, 5, 8)
 k = torch.randn(2, 4, 5, 8)
@@ -233,18 +234,22 @@ def test_an_explicit_backend_never_falls_back(arguments):
     with pytest.raises(NotImplementedError, match='backend "sdpa" cannot serve'):
         regard.attention(q, k, k, **arguments, backend="sdpa")
     choice = regard.select_backend(q, k, k, **arguments)
-    assert choice.backend != "sdpa" and choice.reasons["sdpa"]
+    assert choice.backend != "sdpa" and (choice.backend == "native" or choice.reasons["sdpa"])
     with pytest.raises(NotImplementedError):
         regard.select_backend(q, k, k, **arguments, backend="sdpa")
 
 
 def test_select_backend():
     choice = regard.select_backend(q, k, k, is_causal=True)
-    assert choice.backend == "sdpa" and "sdpa" not in choice.reasons
+    assert choice.backend not in choice.reasons
+    assert choice.backend == ("sdpa" if "native" in choice.reasons else "native")
+    choice = regard.select_backend(q, k, k, problem=Transport(temperature=0.0))
+    assert choice.backend == "torch" and list(choice.reasons) == ["native", "sdpa"]
     assert regard.select_backend(q, k, k, backend="torch").backend == "torch"
 
 
-def test_auto_avoids_large_masks():
+def test_auto_avoids_large_masks(monkeypatch):
+    monkeypatch.setattr(native, "_loaded", (None, "taken away for this test"))
     q = torch.randn(1, 1, 5000, 4)
     choice = regard.select_backend(q, q, q, problem=Transport(prior=Window(10)))
     assert choice.backend == "torch" and "mask" in choice.reasons["sdpa"]

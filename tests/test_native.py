@@ -1,6 +1,6 @@
 """The native engine against the definition in float64: every statistic, every gradient, on every instruction set here.
 
-The tolerance is a multiple of what the definition itself loses in the same dtype, plus a floor of a few units of float32.
+The tolerance is a multiple of what the definition itself loses in the same dtype, plus a floor of a few float32 units.
 """
 
 import math
@@ -97,7 +97,9 @@ class Case:
             shared = name.startswith("grad") and name not in ("grad q", "grad k", "grad v")
             floor = FLOOR * (20 if shared else 5 if total > 1 or name in ("value_spread", "cost") else 1)
             if half:
-                floor = torch.finfo(self.tensors["q"].dtype).eps if name == "out" or name.startswith("grad") else 5 * FLOOR
+                floor = (
+                    torch.finfo(self.tensors["q"].dtype).eps if name == "out" or name.startswith("grad") else 5 * FLOOR
+                )
             assert error(value, truth[name]) <= FACTOR * lost + floor, (name, error(value, truth[name]), lost)
 
 
@@ -109,7 +111,9 @@ def heads(generator, B, H, T, D, layout, dtype):
         return torch.randn(B, T, H, D, generator=generator).to(dtype).transpose(1, 2)
     if layout == "bhdt":  # last dimension strided
         return torch.randn(B, H, D, T, generator=generator).to(dtype).transpose(2, 3)
-    return torch.randn(B, H, T, 3 * D + 1, generator=generator).to(dtype)[..., D : 2 * D]  # "cut" from a fused projection
+    return torch.randn(B, H, T, 3 * D + 1, generator=generator).to(dtype)[
+        ..., D : 2 * D
+    ]  # "cut" from a fused projection
 
 
 def qkv(seed, B=2, H=4, Hkv=2, Tq=40, Tk=40, D=16, Dv=16, layout="bhtd", dtype=torch.float32):
@@ -132,7 +136,7 @@ def uniform(seed, *shape):
 END = "bottom_right"
 
 PROBLEMS = {
-    "plain": lambda H, Tq, Tk: ({}, lambda: {}),
+    "plain": lambda H, Tq, Tk: ({}, dict),
     "causal": lambda H, Tq, Tk: ({}, lambda: {"problem": Transport(prior=Causal(END))}),
     "is_causal": lambda H, Tq, Tk: ({}, lambda: {"is_causal": True}),
     "window": lambda H, Tq, Tk: ({}, lambda: {"problem": Transport(prior=Window(9, 3, alignment=END))}),
@@ -148,11 +152,19 @@ PROBLEMS = {
     "mask": lambda H, Tq, Tk: ({"mask": uniform(2, 2, 1, Tq, Tk) > 0.7}, lambda mask: {"attn_mask": mask}),
     "padding": lambda H, Tq, Tk: ({"mask": uniform(3, 2, 1, 1, Tk) > 0.4}, lambda mask: {"attn_mask": mask}),
     "float mask": lambda H, Tq, Tk: (
-        {"mask": normal(4, H, Tq, Tk).masked_fill(uniform(5, H, Tq, Tk) < 0.3, -math.inf), "tau": uniform(6, H, 1, 1) + 0.5},
+        {
+            "mask": normal(4, H, Tq, Tk).masked_fill(uniform(5, H, Tq, Tk) < 0.3, -math.inf),
+            "tau": uniform(6, H, 1, 1) + 0.5,
+        },
         lambda mask, tau: {"attn_mask": mask, "problem": Transport(temperature=tau)},
     ),
     "biases": lambda H, Tq, Tk: (
-        {"a": normal(7, 2, 1, Tq, Tk), "b": normal(8, H, 1, Tk), "c": normal(9, H, Tq, 1), "tau": uniform(10, Tq, 1) + 0.5},
+        {
+            "a": normal(7, 2, 1, Tq, Tk),
+            "b": normal(8, H, 1, Tk),
+            "c": normal(9, H, Tq, 1),
+            "tau": uniform(10, Tq, 1) + 0.5,
+        },
         lambda a, b, c, tau: {"problem": Transport(prior=Bias(a) * Bias(b) * Bias(c), temperature=tau)},
     ),
     "sink": lambda H, Tq, Tk: (
@@ -229,7 +241,7 @@ def test_variances_survive_a_common_offset():
     tensors["q"] = torch.cat([tensors["q"], torch.ones(2, 4, 40, 1)], -1)
     tensors["k"] = torch.cat([tensors["k"], torch.full((2, 2, 60, 1), 2000.0)], -1)
     tensors["v"] = tensors["v"] + 1000
-    for call in (lambda: {}, lambda: {"problem": Transport(prior=ALiBi(0.1, alignment=END))}):
+    for call in (dict, lambda: {"problem": Transport(prior=ALiBi(0.1, alignment=END))}):
         case = Case(tensors, call, ("score_variance", "entropy", "value_spread"))
         found, truth = case.run("native", gradients=False), case.run("torch", torch.float64, gradients=False)
         for name, bound in (("score_variance", 2e-3), ("entropy", 1e-3), ("value_spread", 5e-3)):
@@ -280,15 +292,19 @@ def test_rows_without_keys():
 
 @pytest.mark.parametrize("sizes", [(0, 5), (5, 0), (0, 0)])
 def test_empty(sizes):
-    Case(qkv(8, Tq=sizes[0], Tk=sizes[1]), lambda: {}, ("lse", "entropy")).check(gradients=False)
+    Case(qkv(8, Tq=sizes[0], Tk=sizes[1]), dict, ("lse", "entropy")).check(gradients=False)
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-@pytest.mark.parametrize("shape", [{"Tq": 200, "Tk": 200}, {"Tq": 2, "Tk": 3000}, {"Tq": 1000, "Tk": 1100, "H": 1, "Hkv": 1}])
+@pytest.mark.parametrize(
+    "shape", [{"Tq": 200, "Tk": 200}, {"Tq": 2, "Tk": 3000}, {"Tq": 1000, "Tk": 1100, "H": 1, "Hkv": 1}]
+)
 def test_threads_do_not_change_a_bit(name, shape):
     H = shape.get("H", 4)
     tensors, call = PROBLEMS[name](H, shape["Tq"], shape["Tk"])
-    case = Case(qkv(9, B=1 if H == 1 else 2, **shape) | tensors if H > 1 or name != "mask" else qkv(9, **shape) | tensors, call)
+    case = Case(
+        qkv(9, B=1 if H == 1 else 2, **shape) | tensors if H > 1 or name != "mask" else qkv(9, **shape) | tensors, call
+    )
     if H == 1 and name in ("padding", "biases", "mask"):
         case = Case(qkv(9, **shape) | tensors, call)
     before = torch.get_num_threads()
@@ -327,7 +343,7 @@ def test_from_several_python_threads():
     def work():
         for _ in range(5):
             if not torch.equal(case.run("native", gradients=False)["out"], expected):
-                failures.append(1)
+                failures.append(1)  # noqa: PERF401
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for t in threads:
@@ -375,7 +391,7 @@ def test_reasons():
 
 
 def test_the_checker_sees_one_wrong_element(monkeypatch):
-    case = Case(qkv(13), lambda: {})
+    case = Case(qkv(13), dict)
     case.check()
     plain = native.forward
 

@@ -1,7 +1,8 @@
 """The native CPU engine: fused kernels (csrc/) behind the backend protocol. O(T) memory, statistics from the same pass.
 
-Here a Form becomes the flat record that csrc/problem.h declares: addresses, strides (0 where a dimension broadcasts) and
-numbers. Outputs and working memory are allocated here; the kernels allocate nothing. The extension is loaded on first use.
+Here a Form becomes the flat record that csrc/problem.h declares: addresses, strides (0 where a dimension broadcasts)
+and numbers. Outputs and working memory are allocated here; the kernels allocate nothing. The extension is loaded on
+first use.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ..form import Form, output_shapes
 
-SAVED = ("dual",)  # what backward wants from forward besides the caller's statistics
+SAVED = ("dual", "peak", "rest")  # what backward wants from forward besides the caller's statistics
 
 _TYPES = {
     torch.float32: 0,
@@ -47,7 +48,7 @@ def _extension() -> tuple[Any, str]:
     global _loaded
     if _loaded is None:
         try:
-            from .. import _native  # torch is imported: its OpenMP runtime is the one that the module finds
+            from .. import _native  # type: ignore[attr-defined]  # torch is imported: its OpenMP runtime is the one that the module finds
 
             _loaded = _native, ""
         except ImportError as error:
@@ -107,7 +108,7 @@ def unsupported(form: Form, names: tuple[str, ...]) -> str | None:
     if form.query.device.type != "cpu":
         return f"runs on the CPU only (query is on {form.query.device})"
     if form.family != "kl":
-        return f"has kernels for KL only, not for {form.family}"
+        return "has kernels for KL only"
     if form.hard:
         return "has no temperature 0"
     if len(form.log_priors) > _PRIORS:
@@ -165,7 +166,9 @@ def forward(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
     results = {n: torch.empty(s, dtype=form.dtype) for n, s in shapes.items()}
     if 0 in form.shape[:3]:
         return {n: t.zero_() for n, t in results.items()}
-    if "value_spread" in names and form.dropout_key is not None:  # it wants the output before dropout: a pass of its own
+    if (
+        "value_spread" in names and form.dropout_key is not None
+    ):  # it wants the output before dropout: a pass of its own
         plain = dataclasses.replace(form, dropout_p=0.0, dropout_key=None)
         rest = tuple(name for name in names if name != "value_spread")
         found = forward(form, rest) | forward(plain, ("value_spread",))
@@ -174,9 +177,11 @@ def forward(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
     for name, result in results.items():
         if name != "key_mass":
             record.put(_FIELDS.get(name, name), result.data_ptr())
-    if "key_mass" in names and "dual" not in names:
-        results["dual"] = torch.empty(form.shape[:3], dtype=form.dtype)
-        record.put("dual", results["dual"].data_ptr())
+    if "key_mass" in names:  # the sweep makes the plan again
+        for name in SAVED:
+            if name not in names:
+                results[name] = torch.empty(form.shape[:3], dtype=form.dtype)
+                record.put(name, results[name].data_ptr())
     centre = squares = None
     if "value_spread" in names:
         centre, squares = _centred_squares(form)
@@ -241,7 +246,7 @@ def backward(
             found[field] = torch.zeros(torch.broadcast_shapes(*shapes), dtype=form.dtype)
     _sweep(form, found, outputs, grads, chunks)
     for field in wanted:
-        if field == "dq" or field.startswith("row") and field != "row_dot":
+        if field == "dq" or (field.startswith("row") and field != "row_dot"):
             total = found[field][0]
             for part in found[field][1:]:
                 total += part
@@ -293,10 +298,10 @@ def _sweep(
     module, _ = _extension()
     record = _record(form)
     record.put("chunks", chunks or _chunks(form, False))
-    for name in ("out", "dual", "lse", "entropy"):
+    for name in ("out", "lse", "entropy", *SAVED):
         record.tensor(f"saved_{name}", outputs.get(name))
-        if name != "dual":
-            record.tensor(f"grad_{name}", grads.get(name))
+    for name, grad in grads.items():
+        record.tensor(f"grad_{name}", grad)
     for field, tensor in fields.items():
         if field.startswith("dense"):
             record.tensor(field, tensor)
@@ -341,11 +346,11 @@ def _slot_gradient(
             by_level = dot / tau
         if slot == "level":
             return by_level[..., None]
-        # What the baseline's rounding let through, to be taken out at the centre of the plan (free rows have no baseline).
+        # What the baseline's rounding let through, to be taken out at the centre of the plan (free rows have none).
         excess: Any = (found["row_g"] + null - expected) / mass if form.marginal != "free" else 0.0
         if slot == "slopes":
             return torch.where(idle, 0.0, found["row_pd"] * excess - found["row_gd"])[..., None]
-        # By the envelope theorem dL/dtau = -(sum G (s - dual) + dual * g_lse)/tau^2 for every marginal, null key included.
+        # Envelope theorem: dL/dtau = -(sum G (s - dual) + dual * g_lse)/tau^2 for every marginal, null key included.
         by_tau = found["row_gs"] + null * null_score - (found["row_ps"] + null_weight * null_score) * excess
         by_tau = by_tau + torch.where(idle, 0.0, dual) * g_lse
         return torch.where(idle, 0.0, -by_tau / tau**2)[..., None]
