@@ -88,7 +88,8 @@ template <class R> void prepare(const Problem &p, const Terms &terms, BackRows<R
     r.dot[i] = dot;
     r.inverse_tau[n][lane] = 1 / tau, r.lambda[n][lane] = dual;
     const R peak = of_row<R>(p.saved_peak, rows.at(p.saved_peak, i));
-    if (peak == -INF<R>) {  // no key may be read
+    if (peak == -INF<R>) {  // no key may be read, and the query may hold anything
+      memset(r.q + i * Dp, 0, Dp * sizeof(R));
       r.idle = true;
       continue;
     }

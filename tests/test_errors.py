@@ -132,6 +132,26 @@ ERRORS = {
         ValueError,
         "temperature: 0 .hard routing. has no meaning",
     ),
+    "hard Fermi-Dirac, relaxed": (
+        problem(FermiDirac(), marginal=Rows(relax=0.5), temperature=0.0),
+        ValueError,
+        "temperature: 0",
+    ),
+    "hard Fermi-Dirac, prior": (
+        problem(FermiDirac(), prior=Bias(torch.zeros(5)), temperature=0.0),
+        ValueError,
+        "temperature: 0",
+    ),
+    "nested": (attend(torch.nested.nested_tensor([q[0], q[0]]), k, k), TypeError, "query: expected a dense tensor"),
+    "sparse": (attend(q, k.to_sparse(), k), TypeError, "key: expected a dense tensor"),
+    "infinite temperature": (problem(temperature=torch.tensor(math.inf)), ValueError, "temperature: expected.*got inf"),
+    "nan sink": (problem(marginal=Rows(sink=torch.tensor(nan))), ValueError, r"Rows\(sink\): expected finite.*got nan"),
+    "nan slopes": (problem(prior=ALiBi(torch.tensor([0, 0, 0, nan]))), ValueError, r"ALiBi\(slopes\): expected finite"),
+    "aux that does not exist": (
+        lambda: regard.select_backend(q, k, k, problem=Transport(Tsallis(1.5)), return_aux=AuxRequest(lse=True)),
+        ValueError,
+        "lse is defined for KL only",
+    ),
     "hard top-m": (problem(FermiDirac(), marginal=Rows(mass=3), temperature=0.0), ValueError, "temperature: 0"),
     "own, not callable": (
         lambda: FDivergence(1, torch.exp, torch.exp),

@@ -55,6 +55,14 @@ def test_the_potential_has_the_plan_as_gradient():
             assert torch.allclose((values[0] - values[1]) / (2 * h), plan.weights[:, j], atol=1e-6)
 
 
+def test_a_score_of_minus_infinity_forbids():
+    s = torch.tensor([1.0, 2.0, -math.inf])
+    for regularizer in (KL(), Tsallis(1.5), FermiDirac()):
+        plan = regard.solve(s, Transport(regularizer))
+        assert plan.weights[2] == 0 and plan.certificate().holds()
+        assert not regard.certify(s, torch.tensor([0.2, 0.3, 0.5]), Transport(regularizer)).holds()
+
+
 def test_float32_certificate():
     for problem in (
         Transport(),

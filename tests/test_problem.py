@@ -121,3 +121,39 @@ def test_slopes_and_windows_multiply():
     twice = Transport(prior=ALiBi(0.3) * ALiBi(torch.tensor([0.1, 0.2])) * Window(3) * Window(5, 1) * Causal())
     once = Transport(prior=ALiBi(torch.tensor([0.4, 0.5])) * Window(3))
     assert torch.allclose(*(regard.attention(q, q, q, problem=p) for p in (twice, once)), atol=1e-6)
+
+
+def _chi2(x):
+    return (x - 1) ** 2 / 2
+
+
+def _plus_one(t):
+    return 1 + t
+
+
+def test_a_copied_regularizer_is_its_own():
+    """A copy must neither die with the original nor be mistaken for another one."""
+    own = FDivergence(_chi2, _plus_one, torch.ones_like, lower=-1.0)
+    s = torch.tensor([1.0, 0.5, 0.0])
+    expected = regard.solve(s, Transport(own)).weights
+    clones = [copy.deepcopy(Transport(own)), pickle.loads(pickle.dumps(Transport(own))), copy.copy(Transport(own))]
+    assert len({clone.regularizer.family for clone in clones[:2]} | {own.family}) == 3
+    del own
+    for clone in clones:
+        assert torch.equal(regard.solve(s, clone).weights, expected)
+
+
+def test_large_document_ids():
+    q = torch.randn(1, 2, 4, 4)
+    one, two = torch.tensor([2**31, 2**31, 5, 5]), torch.tensor([2**32, 2**32, 2**32, -1])
+    product = regard.attention(q, q, q, problem=Transport(prior=Documents(one) * Documents(two)))
+    joint = regard.attention(q, q, q, problem=Transport(prior=Documents(torch.tensor([0, 0, 1, -1]))))
+    assert torch.allclose(product, joint, atol=1e-6)
+
+
+def test_numpy_numbers():
+    numpy = pytest.importorskip("numpy")
+    q = torch.randn(1, 2, 6, 4)
+    ours = Transport(prior=Causal() * Window(numpy.int64(2)), temperature=numpy.float32(0.5))
+    theirs = Transport(prior=Causal() * Window(2), temperature=0.5)
+    assert torch.equal(*(regard.attention(q, q, q, problem=p, scale=numpy.float64(0.3)) for p in (ours, theirs)))

@@ -153,6 +153,21 @@ def test_variances_survive_a_common_offset(backend, problem):
         assert error < 2e-3, f"{name}: {error}"  # float32 scores near 1000 carry 6e-5 each
 
 
+@by_backend
+@pytest.mark.parametrize("offset", [1e3, 1e4])
+def test_value_spread_under_a_large_offset(backend, offset):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 256, 16, generator=generator) for _ in range(3))
+    v = v + offset
+    built = type("Built", (), {"query": q, "key": k, "value": v, "arguments": {}})
+    skip_unless_served(backend, built, ("value_spread",))
+    _, aux = run(built, backend, return_aux=AuxRequest(value_spread=True))
+    centred = truth(q, k, v.double() - offset)
+    squares = ((v.double() - offset) ** 2).sum(-1)[:, :, None]
+    expected = (centred.weights * squares).sum(-1) - (centred.out**2).sum(-1)
+    assert (aux.value_spread - expected).abs().max() < 1e-6 * offset
+
+
 def test_only_lse_and_entropy_are_differentiable():
     q, k, v = (torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3))
     _, aux = regard.attention(q, k, v, return_aux=AuxRequest.all())

@@ -53,7 +53,7 @@ def test_a_wrong_gradient_is_caught(monkeypatch, case):
     """Without the derivative of the dual there is no baseline: REINFORCE instead of an advantage."""
     solve_rows = definition.solve_rows
     monkeypatch.setattr(
-        definition, "solve_rows", lambda form, scores, offset=None, order=1: solve_rows(form, scores, offset, 0)
+        definition, "solve_rows", lambda form, scores, mu=None, order=1: solve_rows(form, scores, mu, 0)
     )
     with pytest.raises(Exception, match=r"Jacobian|backward not|gradcheck"):
         test_attention.test_gradcheck(case)

@@ -140,7 +140,7 @@ def test_export_with_dynamic_lengths_and_a_problem_as_input(tmp_path):
 def test_opcheck(case):
     built = build(case)
     form = lower(built.query, built.key, built.value, **built.arguments)
-    arguments = ("torch", "out,entropy,offset", *ops._to_arguments(form))
+    arguments = ("torch", "out,entropy,mu", *ops._to_arguments(form))
     assert set(opcheck(ops.attend_op, arguments).values()) == {"SUCCESS"}
 
 
@@ -287,3 +287,72 @@ def test_saved_tensors_are_released():
     del out
     gc.collect()
     assert ref() is None
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(backend, reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    q, k, v = (torch.randn(1, 2, 8, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+
+    def function(q, k, v):
+        return regard.attention(q, k, v, dropout_p=0.2, backend=backend)
+
+    gradients = []
+    for run in (function, lambda *a: checkpoint(function, *a, use_reentrant=reentrant)):
+        torch.manual_seed(0)
+        for t in (q, k, v):
+            t.grad = None
+        run(q, k, v).sin().sum().backward()
+        gradients.append([t.grad for t in (q, k, v)])
+    assert all(map(torch.allclose, *gradients))
+
+
+def test_vmap_over_a_problem_and_out_of_an_aux():
+    q, k, v = (torch.randn(1, 2, 8, 4, dtype=torch.float64) for _ in range(3))
+    alphas = torch.tensor([1.5, 2.0], dtype=torch.float64)
+    got = torch.vmap(lambda p: regard.attention(q, k, v, problem=p))(Transport(Tsallis(alphas)))
+    expected = [regard.attention(q, k, v, problem=Transport(Tsallis(float(a)))) for a in alphas]
+    assert torch.allclose(got, torch.stack(expected))
+    _, aux = torch.vmap(lambda a: regard.attention(a, k, v, return_aux=AuxRequest(lse=True, kl=True)))(
+        torch.stack([q, q])
+    )
+    assert aux.lse.shape == (2, 1, 2, 8) and aux.entropy is None
+
+
+def test_transforms_of_statistics_are_right():
+    """Statistics without a promised gradient: under a transform nobody could tell, so they have one."""
+    q, k, v, tangent = (torch.randn(1, 2, 5, 4, dtype=torch.float64) for _ in range(4))
+
+    def kl(a):
+        return regard.attention(a, k, v, return_aux=AuxRequest(kl=True))[1].kl.sum()
+
+    h = 1e-6
+    numeric = (kl(q + h * tangent) - kl(q - h * tangent)) / (2 * h)
+    assert torch.allclose(torch.func.jvp(kl, (q,), (tangent,))[1], numeric, atol=1e-6)
+    assert torch.allclose((torch.func.grad(kl)(q) * tangent).sum(), numeric, atol=1e-6)
+
+
+def test_compile_with_other_numbers():
+    q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
+    functions = {
+        "scale": lambda q, x: regard.attention(q, k, v, scale=x),
+        "sink": lambda q, x: regard.attention(q, k, v, problem=Transport(marginal=Rows(sink=x))),
+        "offset": lambda q, x: regard.attention(q, k, v, problem=Transport(Tsallis(2.0), marginal=Free(x))),
+        "temperature": lambda q, x: regard.attention(q, k, v, problem=Transport(temperature=x)),
+    }
+    for function in functions.values():
+        compiled = torch.compile(function, fullgraph=True)
+        for x in (0.5, 0.6, 0.7):
+            assert torch.allclose(compiled(q, x), function(q, x), atol=1e-6)
+
+
+def test_export_returning_an_aux():
+    class Call(torch.nn.Module):
+        def forward(self, q, k, v):
+            return regard.attention(q, k, v, return_aux=AuxRequest(entropy=True))
+
+    inputs = tuple(torch.randn(1, 2, 8, 4) for _ in range(3))
+    _, aux = torch.export.export(Call(), inputs).module()(*inputs)
+    assert torch.allclose(aux.entropy, Call()(*inputs)[1].entropy)

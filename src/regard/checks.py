@@ -54,10 +54,26 @@ def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
         raise ValueError(f"{name}: expected a tensor on {device}, as query, got one on {tensor.device}")
 
 
+def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast, what PyTorch does to its own attention: cast to the autocast dtype (float64 stays)."""
+    device = query.device.type if isinstance(query, Tensor) else "meta"
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(device)
+    query, key, value = (
+        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in (query, key, value)
+    )
+    return query, key, value
+
+
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {describe(tensor)}")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            kind = "a nested tensor" if tensor.is_nested else str(tensor.layout)
+            raise TypeError(f"{name}: expected a dense tensor (pack sequences with Documents), got {kind}")
         if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {describe(tensor)}")
         if tensor.dtype != query.dtype:
@@ -76,8 +92,9 @@ def leading_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
     if not isinstance(enable_gqa, bool):
         raise TypeError(f"enable_gqa: expected a bool, got {describe(enable_gqa)}")
     heads = [t.shape[-3] if t.dim() > 2 else 1 for t in (query, key, value)]
-    if heads[1] != heads[2]:
+    if heads[1] != heads[2] and heads[1] != 1 and heads[2] != 1:
         raise ValueError(f"value: expected {heads[1]} heads, as key, got {list(value.shape)}")
+    heads[1] = max(heads[1], heads[2])
     if heads[0] != heads[1] and heads[0] != 1 and heads[1] != 1:
         if not enable_gqa:
             raise ValueError(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .checks import (
+    autocast,
     broadcastable,
     check_device,
     check_tensors,
@@ -33,6 +34,7 @@ from .problem import (
     Bias,
     Causal,
     Documents,
+    FDivergence,
     Free,
     Prior,
     Regularizer,
@@ -86,10 +88,12 @@ class Form:
     first_query: int = 0
     first_key: int = 0
 
-    declared: Regularizer | None = None  # keeps a user's own regulariser alive; `family` names it
+    declared: Regularizer | None = None  # a user's own regulariser; through an operator only its `family` name travels
 
     @property
     def regularizer(self) -> Regularizer:
+        if self.declared is not None:
+            return self.declared
         return regularizer_of(self.family, self.alpha)
 
     @property
@@ -250,14 +254,22 @@ def lower(
     softcap: float | None = None,
 ) -> Form:
     """Check the arguments of `attention` and bring them to normal form."""
+    query, key, value = autocast(query, key, value)
     check_tensors(query, key, value)
     lead = leading_shape(query, key, value, enable_gqa)
     query, key, value = fold(query, lead, lead[-1]), fold(key, lead), fold(value, lead)
+    if key.shape[1] != value.shape[1]:  # one head for all
+        heads = max(key.shape[1], value.shape[1])
+        key, value = key.expand(-1, heads, -1, -1), value.expand(-1, heads, -1, -1)
     B, H, Tq, D = query.shape
     Tk = key.shape[2]
     form = lower_problem(problem, lead, Tq, Tk, compute_dtype(query.dtype), query.device, is_causal)
     form.query, form.key, form.value = query, key, value
-    form.scale = number("scale", scale, "a finite number", math.isfinite) if scale is not None else default_scale(D)
+    form.scale = (
+        number("scale", scale, "a finite number", lambda x: -math.inf < x < math.inf)
+        if scale is not None
+        else default_scale(D)
+    )
     if softcap is not None:
         form.softcap = number("softcap", softcap, "a positive, finite number", lambda x: 0 < x < math.inf)
     if attn_mask is not None:
@@ -301,28 +313,33 @@ def lower_problem(
 
     regularizer, marginal = problem.regularizer, problem.marginal
     assert regularizer is not None
-    form.family, form.declared = regularizer.family, regularizer
+    form.family = regularizer.family
+    form.declared = regularizer if isinstance(regularizer, FDivergence) else None
     if isinstance(regularizer, Tsallis):
         form.alpha = row("Tsallis(alpha)", regularizer.alpha)
-        check_values("Tsallis(alpha)", form.alpha, "alpha > 1", lambda a: a > 1)
+        check_values("Tsallis(alpha)", form.alpha, "alpha > 1", lambda a: (a > 1) & a.isfinite())
     if isinstance(marginal, Rows):
         form.mass = float(marginal.mass)
         if marginal.sink is not None:
             form.marginal, form.level = "sink", row("Rows(sink)", marginal.sink)
+            check_values("Rows(sink)", form.level, "finite scores", torch.isfinite)
         elif marginal.relax is not None:
             form.marginal, form.level = "relax", row("Rows(relax)", marginal.relax)
-            check_values("Rows(relax)", form.level, "relax > 0", lambda rho: rho > 0)
+            check_values("Rows(relax)", form.level, "relax > 0", lambda rho: (rho > 0) & rho.isfinite())
     elif isinstance(marginal, Free):
         form.marginal, form.level = "free", row("Free(offset)", marginal.offset)
+        check_values("Free(offset)", form.level, "finite numbers", torch.isfinite)
     else:
         raise NotImplementedError(f"problem: no solver for the marginal {marginal!r}")
 
     form.temperature = row("temperature", problem.temperature, per_head=False)
-    check_values("temperature", form.temperature, "temperature >= 0", lambda tau: tau >= 0)
+    check_values("temperature", form.temperature, "temperature >= 0", lambda tau: (tau >= 0) & tau.isfinite())
     form.hard = may_be_zero(form.temperature)
-    if known_hard(form) and (form.marginal == "free" or (regularizer.ceiling < math.inf and form.mass != 1)):
-        raise ValueError(f"temperature: 0 (hard routing) has no meaning for {problem!r}; expected temperature > 0")
     _lower_prior(form, problem.prior, lead, Tq, Tk, dtype, device, is_causal)
+    # Keys that take at most pi each (Fermi-Dirac) share by other rules than "the best takes all".
+    weighted = form.marginal != "rows" or form.mass != 1 or form.log_priors or form.slopes is not None
+    if known_hard(form) and (form.marginal == "free" or (regularizer.ceiling < math.inf and weighted)):
+        raise ValueError(f"temperature: 0 (hard routing) has no meaning for {problem!r}; expected temperature > 0")
     return form
 
 
@@ -368,6 +385,7 @@ def _lower_prior(
             if slopes.numel() != 1 and slopes.numel() != H:
                 raise ValueError(f"ALiBi(slopes): expected a number or shape [H={H}], got {list(slopes.shape)}")
             slopes = row_parameter("ALiBi(slopes)", slopes.reshape(-1), B, H, Tq, dtype, device, True)
+            check_values("ALiBi(slopes)", slopes, "finite slopes", torch.isfinite)
             assert isinstance(slopes, Tensor)
             form.slopes = slopes if form.slopes is None else form.slopes + slopes
         elif isinstance(factor, Bias):
@@ -388,10 +406,15 @@ def _lower_documents(form: Form, documents: Documents, B: int, Tq: int, Tk: int,
         if ids.shape[-1] != T or (ids.dim() == 2 and ids.shape[0] != 1 and ids.shape[0] != B):
             raise ValueError(f"Documents({name}): expected shape [{T}] or [{B}, {T}], got {list(ids.shape)}")
         check_device(f"Documents({name})", ids, device)
-        sides.append(ids.view(-1, T).long())
+        sides.append((ids if ids.dim() == 2 else ids[None]).long())
     queries, keys = sides[0][:, None, :, None], sides[1][:, None, None, :]
     if form.query_ids is not None and form.key_ids is not None and Tq > 0 and Tk > 0:
-        # Two packings at once: a pair of ids is one id.
+        # Two packings at once: a pair of ids is one id (small ones, so that the pair fits).
+        if concrete(queries):
+            _, small = torch.unique(torch.cat([form.query_ids.flatten(), form.key_ids.flatten()]), return_inverse=True)
+            n = form.query_ids.numel()
+            form.query_ids = torch.where(form.query_ids < 0, -1, small[:n].view_as(form.query_ids))
+            form.key_ids = torch.where(form.key_ids < 0, -1, small[n:].view_as(form.key_ids))
         base = torch.maximum(form.query_ids.max(), form.key_ids.max()) + 1
         queries = torch.where((queries < 0) | (form.query_ids < 0), -1, queries * base + form.query_ids)
         keys = torch.where((keys < 0) | (form.key_ids < 0), -1, keys * base + form.key_ids)

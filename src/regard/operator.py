@@ -75,20 +75,16 @@ def attention(
 
     query [..., H, Tq, D], key [..., Hkv, Tk, D], value [..., Hkv, Tk, Dv] -> [..., H, Tq, Dv] in query's dtype.
     """
-    query, key, value = _autocast(query, key, value)
     form = lower(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap)
     statistics = requested(return_aux)
     names = ("out", *statistics)
-    for name in statistics:
-        reason = undefined(name, form)
-        if reason is not None:
-            raise ValueError(f"return_aux: {reason}")
     choice = _choose(form, names, backend)
     results = {"out": sdpa.forward(form)} if choice.backend == "sdpa" else ops.run(choice.backend, form, names)
-    out = _unfold(results["out"].to(query.dtype), query, key, value)
+    assert form.query is not None
+    out = _unfold(results["out"].to(form.query.dtype), query, key, value)  # autocast may have changed the dtype
     if return_aux is None:
         return out
-    return out, AuxOutput(**{name: _unfold(results[name], query, key, value, 1) for name in statistics})
+    return out, AuxOutput(**{name: _unfold(results[name], query, key, value) for name in statistics})
 
 
 @dataclass(frozen=True)
@@ -115,13 +111,16 @@ def select_backend(
     backend: str = "auto",
 ) -> Choice:
     """Which backend `attention` would take for these arguments, with the reasons against the others."""
-    query, key, value = _autocast(query, key, value)
     with torch.random.fork_rng(devices=[]):  # lowering draws dropout's seed; asking must not
         form = lower(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap)
     return _choose(form, ("out", *requested(return_aux)), backend)
 
 
 def _choose(form: Form, names: tuple[str, ...], backend: str) -> Choice:
+    for name in names:
+        reason = undefined(name, form)
+        if reason is not None:
+            raise ValueError(f"return_aux: {reason}")
     if backend != "auto":
         if backend not in BACKENDS:
             known = ", ".join(f'"{name}"' for name in ("auto", *BACKENDS))
@@ -142,20 +141,8 @@ def _choose(form: Form, names: tuple[str, ...], backend: str) -> Choice:
     return Choice("torch", reasons)
 
 
-def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast, what PyTorch does to its own attention: cast to the autocast dtype (float64 stays)."""
-    if not isinstance(query, Tensor) or not torch.is_autocast_enabled(query.device.type):
-        return query, key, value
-    dtype = torch.get_autocast_dtype(query.device.type)
-    query, key, value = (
-        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
-        for t in (query, key, value)
-    )
-    return query, key, value
-
-
-def _unfold(result: Tensor, query: Tensor, key: Tensor, value: Tensor, fewer: int = 0) -> Tensor:
-    """[B, H, ...] -> the caller's leading dimensions; `fewer` is 1 for a statistic, which has one dimension less."""
+def _unfold(result: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """[B, H, ...] -> the caller's leading dimensions."""
     rank = max(query.dim(), key.dim(), value.dim())
     if rank == 4:
         return result

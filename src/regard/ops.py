@@ -27,18 +27,17 @@ def run(backend: str, form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
     forward_mode = torch.autograd.forward_ad._current_level >= 0
     if torch.compiler.is_compiling():
         if forward_mode:
-            raise NotImplementedError(
-                "forward mode under torch.compile is not served: call the transform in eager mode"
-            )
+            raise NotImplementedError("forward mode under torch.compile is not served: use the transform in eager mode")
         return _run_compiled(backend, form, names)
-    if forward_mode:
-        if backend != "torch":
-            raise NotImplementedError(f'backend "{backend}" has no forward mode: use backend="torch"')
-        results = definition.differentiable(form, names)
-        return {n: t if n in DIFFERENTIABLE else t.detach() for n, t in results.items()}
+    if forward_mode and backend != "torch":
+        raise NotImplementedError(f'backend "{backend}" has no forward mode: use backend="torch"')
+    transformed = torch._C._are_functorch_transforms_active()
+    if forward_mode or (transformed and any(name not in DIFFERENTIABLE for name in names)):
+        # A transform does not ask whether an output is differentiable: a statistic's tangent must be right, not zero.
+        return definition.differentiable(form, names)
     tensors = form.tensors()
     recording = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
-    if not recording and not torch._C._are_functorch_transforms_active():
+    if not recording and not transformed:
         return BACKENDS[backend].forward(form, names)
     computed = _with_saved(backend, names)
     outputs = Attend.apply(form, tuple(tensors), computed, backend, *tensors.values())
@@ -72,7 +71,8 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         n = len(ctx.slots)
-        tensors, outputs = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
+        saved = ctx.saved_tensors  # read once: checkpointing hands each tensor out one time
+        tensors, outputs = saved[:n], saved[n:]
         needed = tuple(s for s, need in zip(ctx.slots, ctx.needs_input_grad[4:], strict=True) if need)
         incoming = {
             name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None and name in DIFFERENTIABLE
@@ -299,7 +299,8 @@ def _setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
 
 def _gradient(ctx: Any, grads: list[Tensor | None]) -> tuple:
     n = len(ctx.slots)
-    form = ctx.form.with_tensors(dict(zip(ctx.slots, ctx.saved_tensors[:n], strict=True)))
+    saved = ctx.saved_tensors
+    form = ctx.form.with_tensors(dict(zip(ctx.slots, saved[:n], strict=True)))
     incoming = {
         name: g for name, g in zip(ctx.names.split(","), grads, strict=True) if g is not None and name in DIFFERENTIABLE
     }
@@ -313,7 +314,7 @@ def _gradient(ctx: Any, grads: list[Tensor | None]) -> tuple:
                     ctx.names,
                     ",".join(incoming),
                     ",".join(ctx.needed),
-                    list(ctx.saved_tensors[n:]),
+                    list(saved[n:]),
                     list(incoming.values()),
                     *_to_arguments(form),
                 ),

@@ -26,6 +26,11 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float | numbers.Real) and not isinstance(value, bool)
 
 
+def is_integer(value: object) -> bool:
+    """An integer, NumPy's and symbolic ones included; not a bool."""
+    return isinstance(value, int | torch.SymInt | numbers.Integral) and not isinstance(value, bool)
+
+
 @dataclass_transform(frozen_default=True, eq_default=False)
 class Part:
     """A frozen piece of a problem: compared by structure, its tensors by identity; a pytree with tensors as leaves."""
@@ -75,7 +80,10 @@ def _register_pytree(cls: type[Part]) -> None:
 
     def split(part: Any) -> tuple[list[str], list[Any], tuple]:
         # Tensors, parts and tuples of parts are children; numbers, strings and callables are structure.
-        moving = [n for n in names if isinstance(getattr(part, n), Tensor | Part | tuple)]
+        # One that was unflattened keeps its children, whatever they have become.
+        moving = getattr(part, "_moving", None) or [
+            n for n in names if isinstance(getattr(part, n), Tensor | Part | tuple)
+        ]
         fixed = tuple((n, getattr(part, n)) for n in names if n not in moving)
         return moving, [getattr(part, n) for n in moving], (tuple(moving), fixed)
 
@@ -93,6 +101,7 @@ def _register_pytree(cls: type[Part]) -> None:
         part = cls.__new__(cls)
         for name, value in itertools.chain(zip(moving, children, strict=True), fixed):
             object.__setattr__(part, name, value)
+        object.__setattr__(part, "_moving", list(moving))
         part._declare()
         return part
 

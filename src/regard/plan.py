@@ -13,14 +13,14 @@ from torch.utils import _pytree as pytree
 
 from .backends import torch as definition
 from .form import Form, lower, lower_problem
-from .parts import describe
+from .parts import describe, is_integer
 from .problem import Transport
 from .statistics import Solution, primal
 
 # --- solve and certify ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Certificate:
     """Evidence, in float64, that a plan is (or is not) the optimum. One number per row, [..., Tq].
 
@@ -116,7 +116,9 @@ def _lower_scores(scores: Tensor, problem: Transport, dtype: torch.dtype | None 
     dtype = dtype or (torch.float64 if scores.dtype == torch.float64 else torch.float32)
     shape = (1,) * (4 - scores.dim()) + tuple(scores.shape)
     form = lower_problem(problem, shape[:-2], shape[-2], shape[-1], dtype, scores.device)
-    return form, scores.reshape(shape).flatten(0, -4).to(dtype)
+    folded = scores.reshape(shape).flatten(0, -4).to(dtype)
+    form.mask = folded != -math.inf  # a score of -inf forbids the key
+    return form, torch.where(form.mask, folded, 0.0)
 
 
 def _judge(best: Solution, p: Tensor) -> dict[str, Tensor]:
@@ -223,11 +225,15 @@ def topk(
     problem: Transport | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The n largest weights of each row and their keys: (weights, indices), [..., H, Tq, n]. Not differentiable."""
+    """The n largest weights of each row and their keys: (weights, indices), [..., H, Tq, n]. Not differentiable.
+
+    Where a row has fewer than n keys with mass, the rest of its weights are 0 and their indices any other keys.
+    """
     form, lead = _lower_plan(query, key, attn_mask, is_causal, scale, enable_gqa, problem, softcap)
     B, H, Tq, Tk = form.shape
-    if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= Tk:
+    if not is_integer(n) or not 0 <= n <= Tk:
         raise ValueError(f"n: expected an int from 0 to Tk={Tk}, got {describe(n)}")
+    n = int(n)
     weights = torch.zeros(B, H, Tq, n, dtype=form.dtype, device=query.device)
     indices = torch.zeros(B, H, Tq, n, dtype=torch.long, device=query.device)
     for b, h, i, j, block in _weight_blocks(form, at_least=n):
@@ -253,8 +259,9 @@ def block_mass(
     [..., H, ceil(Tq/block), ceil(Tk/block)]; a row sums to its queries' mean mass, 1 for plain rows. No gradient.
     """
     form, lead = _lower_plan(query, key, attn_mask, is_causal, scale, enable_gqa, problem, softcap)
-    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+    if not is_integer(block) or block < 1:
         raise ValueError(f"block: expected a positive int, got {describe(block)}")
+    block = int(block)
     B, H, Tq, Tk = form.shape
     rows, columns = -(-Tq // block), -(-Tk // block)
     pooled = torch.zeros(B, H, rows, columns, dtype=form.dtype, device=query.device)

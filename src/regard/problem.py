@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from .parts import Part, describe, is_number
+from .parts import Part, describe, is_integer, is_number
 
 Scalar = float | Tensor
 Alignment = Literal["top_left", "bottom_right"]
@@ -73,6 +73,11 @@ class Regularizer(Part, abstract=True):
         """Some t, if possible the one where link(t) = exp(log_ratio): where a search may begin."""
         return torch.zeros_like(log_ratio)
 
+    def absorb(self, log_scale: Tensor, temperature: Scalar) -> tuple[Tensor, Scalar, Scalar] | None:
+        """How a common factor exp(c) of the prior can be traded for another temperature and a shift of lambda: (c, as
+        much of it as fits), new temperature, shift. None if it cannot."""
+        return None
+
     def weights(self, t: Tensor, log_prior: Tensor | None) -> Tensor:
         """p = pi * link(t)."""
         return self.link(t) if log_prior is None else log_prior.exp() * self.link(t)
@@ -104,6 +109,9 @@ class KL(Regularizer):
 
     def inverse(self, log_ratio: Tensor) -> Tensor:
         return log_ratio
+
+    def absorb(self, log_scale: Tensor, temperature: Scalar) -> tuple[Tensor, Scalar, Scalar]:
+        return log_scale, temperature, temperature * log_scale
 
     def weights(self, t: Tensor, log_prior: Tensor | None) -> Tensor:
         # In one exponential: a tiny prior may meet a huge exp(t).
@@ -151,6 +159,12 @@ class Tsallis(Regularizer):
         inside = base > 0
         return inside, torch.where(inside, base, 1.0).log() / (self.alpha - 1)
 
+    def absorb(self, log_scale: Tensor, temperature: Scalar) -> tuple[Tensor, Scalar, Scalar]:
+        power = self.alpha - 1
+        most = 60 / (power.detach() if isinstance(power, Tensor) else power)  # exp(60) fits float32
+        log_scale = torch.minimum(torch.maximum(log_scale, -most + 0 * log_scale), most + 0 * log_scale)
+        return log_scale, temperature * (-power * log_scale).exp(), 0.0
+
     def inverse(self, log_ratio: Tensor) -> Tensor:
         power = self.alpha - 1
         return (torch.expm1 if self._centred else torch.exp)(power * log_ratio) / power
@@ -186,6 +200,17 @@ class FermiDirac(Regularizer):
 
     def slope(self, t: Tensor) -> Tensor:
         return t.sigmoid() * (-t).sigmoid()
+
+    def inverse(self, log_ratio: Tensor) -> Tensor:
+        low = log_ratio.clamp(max=-1e-3)
+        return low - torch.log1p(-low.exp())
+
+    def weights(self, t: Tensor, log_prior: Tensor | None) -> Tensor:
+        return t.sigmoid() if log_prior is None else (torch.nn.functional.logsigmoid(t) + log_prior).exp()
+
+    def weights_and_slopes(self, t: Tensor, log_prior: Tensor | None) -> tuple[Tensor, Tensor]:
+        weights = self.weights(t, log_prior)
+        return weights, weights * (-t).sigmoid()
 
     def conjugate(self, t: Tensor) -> Tensor:
         return torch.nn.functional.softplus(t, threshold=1e4)
@@ -224,7 +249,15 @@ class FDivergence(Regularizer):
             object.__setattr__(self, name, value)
         self._declare()
 
+    def __reduce__(self) -> tuple:
+        # A copy is declared anew: a name means something in one process, for one object.
+        return FDivergence, (self.user_f, self.user_link, self.user_slope, self.lower)
+
     def _declare(self) -> None:
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "FDivergence: build it outside of the compiled function, it holds Python callables"
+            )
         object.__setattr__(self, "family", f"custom {next(_numbers)}")
         _DECLARED[self.family] = self
 
@@ -273,7 +306,7 @@ class _Linked(torch.autograd.Function):
 
 
 def _finite(x: float) -> bool:
-    return math.isfinite(x)
+    return -math.inf < x < math.inf  # Dynamo cannot trace math.isfinite of a symbolic float
 
 
 def _positive(x: float) -> bool:
@@ -378,7 +411,7 @@ class Window(Prior):
 
     def __post_init__(self) -> None:
         for name, value in (("left", self.left), ("right", self.right)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | torch.SymInt)):
+            if value is not None and not is_integer(value):
                 raise TypeError(f"Window({name}): expected an int or None, got {describe(value)}")
         if self.left is not None and self.right is not None and self.right < -self.left:
             raise ValueError(f"Window: expected right >= -left, got {self!r}, which admits no key")

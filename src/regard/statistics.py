@@ -8,15 +8,18 @@ A row with no admissible key has lse, dual and max_scores -inf and everything el
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from .checks import may_be_zero
 from .form import Form, known_hard
-from .problem import Regularizer, Scalar
+from .problem import KL, Regularizer, Scalar, Transport
 
 
 @dataclass(frozen=True)
@@ -42,17 +45,15 @@ class AuxRequest:
     @classmethod
     def all(cls, problem: object = None) -> AuxRequest:
         """Every statistic that is defined for the problem (a Transport; None is softmax)."""
-        from .problem import KL, Transport
-
         problem = Transport() if problem is None else problem
         if not isinstance(problem, Transport):
             raise TypeError(f"problem: expected a Transport, got {problem!r}")
-        hard = not isinstance(problem.temperature, Tensor) and problem.temperature == 0
+        hard = may_be_zero(problem.temperature)
         missing = {"lse": hard or not isinstance(problem.regularizer, KL), "score_variance": hard}
         return cls(**{f.name: not missing.get(f.name, False) for f in fields(cls)})
 
 
-@dataclass
+@dataclass(eq=False)
 class AuxOutput:
     """The statistics asked for, [*batch, H, Tq] (key_mass: [*batch, H, Tk]); the others are None."""
 
@@ -72,6 +73,20 @@ class AuxOutput:
     value_spread: Tensor | None = None
     key_mass: Tensor | None = None
 
+
+def _flatten(aux: AuxOutput) -> tuple[list[Tensor], tuple[str, ...]]:
+    names = tuple(name for name in NAMES if getattr(aux, name) is not None)
+    return [getattr(aux, name) for name in names], names
+
+
+pytree.register_pytree_node(
+    AuxOutput,
+    _flatten,
+    lambda tensors, names: AuxOutput(**dict(zip(names, tensors, strict=True))),
+    serialized_type_name="regard.AuxOutput",
+    to_dumpable_context=json.dumps,
+    from_dumpable_context=lambda text: tuple(json.loads(text)),
+)
 
 NAMES = tuple(f.name for f in fields(AuxRequest))
 DIFFERENTIABLE = ("out", "lse", "entropy")
@@ -109,7 +124,7 @@ class Solution:
     scores: Tensor  # [B, H, Tq, Tk]
     weights: Tensor  # [B, H, Tq, Tk], before dropout
     dual: Tensor  # [B, H, Tq, 1], lambda
-    offset: Tensor  # [B, H, Tq, 1], the solver's own coordinate of lambda
+    mu: Tensor  # [B, H, Tq, 1], the solver's own coordinate of lambda
     log_prior: Tensor | None  # broadcasts to [B, H, Tq, Tk]
     admissible: Tensor | None  # broadcasts to [B, H, Tq, Tk]
     null: Tensor | None  # [B, H, Tq, 1], weight of the null key
@@ -263,9 +278,14 @@ def collision(rows: Solution) -> Tensor:
 
 def support(rows: Solution) -> Tensor:
     """Number of keys with p > 0, of the exact plan: under KL and Fermi-Dirac every admissible key has some."""
-    if rows.form.family in ("kl", "fermi_dirac") and not rows.form.hard:
-        return rows.where_admissible(torch.ones_like(rows.weights), 0.0).sum(-1)
-    return (rows.weights > 0).to(rows.weights.dtype).sum(-1)
+    counted = (rows.weights > 0).to(rows.weights.dtype).sum(-1)
+    if rows.form.family not in ("kl", "fermi_dirac"):
+        return counted
+    admissible = rows.where_admissible(torch.ones_like(rows.weights), 0.0).sum(-1)
+    if not rows.form.hard:
+        return admissible
+    cold = torch.as_tensor(rows.form.temperature, device=counted.device) == 0
+    return torch.where(cold.squeeze(-1) if cold.dim() else cold, counted, admissible)
 
 
 def first_key_mass(rows: Solution) -> Tensor:
@@ -294,7 +314,15 @@ def value_spread(rows: Solution) -> Tensor:
     centre = centre.repeat_interleave(group, 1)
     n = squares.shape[-1]
     second = (rows.weights[..., :n] * squares[:, :, None]).sum(-1)
-    missing = (1 - rows.weights.sum(-1)) * (centre**2).sum(-1)
+    mass = rows.weights.sum(-1)
+    short = 1 - mass
+    if rows.null is not None:
+        short = rows.null.squeeze(-1)
+    elif (
+        rows.form.marginal == "rows" and rows.regularizer.ceiling == math.inf
+    ):  # known exactly, and what follows may be huge
+        short = torch.where(mass > 0, 1 - rows.form.mass, 1.0)
+    missing = short * (centre**2).sum(-1)
     return second - ((rows.output - centre) ** 2).sum(-1) + missing
 
 

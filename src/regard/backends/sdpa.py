@@ -77,8 +77,13 @@ def forward(form: Form) -> Tensor:
         read = admissible.any(2, keepdim=True).mT  # [B|1, H|1, Tk|1, 1]
         if read.shape[1] > 1:
             read = read.unflatten(1, (key.shape[1], form.group)).any(2)
-        # PyTorch lets NaN through from keys that nobody reads: 0 * NaN.
+        # PyTorch lets NaN through from keys that nobody reads, and from queries that read nothing: 0 * NaN.
         key, value = torch.where(read, key, 0.0), torch.where(read, value, 0.0)
+        query = torch.where(admissible.any(3, keepdim=True), query, 0.0)
+        if (
+            mask.dtype == torch.bool and 1 in mask.shape[2:]
+        ):  # a bool view would be spelled out in full, a float one not
+            mask = torch.zeros_like(mask, dtype=form.dtype).masked_fill(~mask, -math.inf)
         mask = mask.expand(*mask.shape[:2], Tq, Tk)
     return _stock(query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=form.group > 1)
 
@@ -105,7 +110,8 @@ def _mask(form: Form) -> Tensor | None:
     bias = form.log_prior(Tq, Tk, form.dtype, device)
     if form.score_bias is not None:
         assert not isinstance(form.temperature, Tensor)
-        score = form.score_bias.to(form.dtype) / form.temperature
+        # A mask at the lowest number must not become -inf when divided.
+        score = (form.score_bias.to(form.dtype) / form.temperature).clamp(min=torch.finfo(form.dtype).min)
         bias = score if bias is None else bias + score
     if admissible is not None:
         admissible = admissible.expand(*torch.broadcast_shapes(admissible.shape, (1, 1, 1, 1)))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,7 +24,7 @@ from ..form import Form, output_shapes
 from ..problem import Regularizer, Scalar
 from ..statistics import DIFFERENTIABLE, STATISTICS, Solution
 
-SAVED = ("offset",)  # what backward wants from forward besides the caller's statistics
+SAVED = ("mu",)  # what backward wants from forward besides the caller's statistics
 BLOCK = 2**21  # weights alive at once (in a handful of buffers): 8 MiB each in float32
 
 
@@ -50,6 +51,8 @@ class Balance:
     level: Scalar
     regularizer: Regularizer
     form: Form
+    shift: Scalar = 0.0  # lambda = anchor + mu - origin + shift
+    null_log_prior: Tensor | None = None  # of the null key: 0, less what was taken out of the prior
 
     @property
     def origin(self) -> Scalar:
@@ -65,8 +68,24 @@ class Balance:
             log_prior=None if self.log_prior is None else self.log_prior.detach(),
             temperature=detach(self.temperature),
             level=detach(self.level),
+            shift=detach(self.shift),
             regularizer=replace(self.form, alpha=detach(self.form.alpha)).regularizer,
         )
+
+    def without_common_prior(self) -> Balance:
+        """The same rows with the largest prior of each at 1, where the regulariser has another place for the factor."""
+        if self.log_prior is None:
+            return self
+        top = self.masked(self.log_prior.detach().expand_as(self.scores), -math.inf).amax(-1, keepdim=True)
+        absorbed = self.regularizer.absorb(torch.where(top == -math.inf, 0.0, top), self.temperature)
+        if absorbed is None:
+            return self
+        taken_out, temperature, shift = absorbed
+        log_prior = self.log_prior - taken_out
+        return replace(self, log_prior=log_prior, temperature=temperature, shift=shift, null_log_prior=-taken_out)
+
+    def dual(self, mu: Tensor) -> Tensor:
+        return self.anchor + mu - self.origin + self.shift
 
     def price(self, scores: Tensor, mu: Tensor) -> Tensor:
         """t = (s - mu)/tau."""
@@ -83,7 +102,7 @@ class Balance:
         """The null key's weight: it has the prior 1."""
         if self.form.marginal != "sink":
             return None
-        return self.regularizer.link(self.price(self.level - self.anchor, mu))
+        return self.regularizer.weights(self.price(self.level - self.anchor, mu), self.null_log_prior)
 
     def sides(self, mu: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Mass taken, mass to be taken, and sum(w) + kappa, each [B, H, Tq, 1]."""
@@ -91,21 +110,21 @@ class Balance:
         taken, slope = self.masked(p, 0.0).sum(-1, keepdim=True), self.masked(w, 0.0).sum(-1, keepdim=True)
         target = torch.full_like(taken, self.form.mass)
         if self.form.marginal == "sink":
-            t = self.price(self.level - self.anchor, mu)
-            taken, slope = taken + self.regularizer.link(t), slope + self.regularizer.slope(t)
+            p, w = self.regularizer.weights_and_slopes(self.price(self.level - self.anchor, mu), self.null_log_prior)
+            taken, slope = taken + p, slope + w
         elif self.form.marginal == "relax":
-            target = ((self.anchor + mu - self.origin) / self.level).exp()
+            target = (self.dual(mu) / self.level).exp()
             slope = slope + self.temperature * target / self.level
         return taken, target, slope
 
-    def prior_mass(self) -> Tensor:
+    def prior(self) -> Tensor:
         prior = torch.ones_like(self.scores) if self.log_prior is None else self.log_prior.exp().expand_as(self.scores)
         return self.masked(prior, 0.0)
 
 
-def solve_rows(form: Form, scores: Tensor, offset: Tensor | None = None, order: int = 1) -> Solution:
-    """The optimal rows for these scores. A known offset (mu from the anchor) saves the search; as many derivatives as
-    `order` (1 or 2) are exact."""
+def solve_rows(form: Form, scores: Tensor, mu: Tensor | None = None, order: int = 1) -> Solution:
+    """The optimal rows for these scores. A known mu (the price, from the anchor) saves the search; as many derivatives
+    as `order` (1 or 2) are exact."""
     B, H, Tq, Tk = scores.shape
     device = scores.device
     admissible = form.admissible(Tq, Tk, device)
@@ -115,25 +134,25 @@ def solve_rows(form: Form, scores: Tensor, offset: Tensor | None = None, order: 
         admissible = torch.zeros(1, dtype=torch.bool, device=device)
     if admissible is not None and log_prior is not None:
         log_prior = torch.where(admissible, log_prior, 0.0)
-    temperature, hard = form.temperature, None
+    temperature, cold = form.temperature, None
     if form.hard:
-        hard = torch.as_tensor(temperature, dtype=scores.dtype, device=device) == 0
-        temperature = torch.where(hard, 1.0, temperature)
+        cold = torch.as_tensor(temperature, dtype=scores.dtype, device=device) == 0
+        temperature = torch.where(cold, 1.0, temperature)
 
     no_anchor = scores.new_zeros(B, H, Tq, 1)
     rows = Balance(scores, no_anchor, log_prior, admissible, temperature, form.level, form.regularizer, form)
-    anchor, first_price = _anchor(rows.detached())
     full = _full_rows(rows.detached())
+    rows = rows.without_common_prior()
+    anchor, first_price = _anchor(rows.detached())
     idle = anchor == -math.inf if full is None else (anchor == -math.inf) | full  # no price makes a difference
     rows.anchor = torch.where(idle, 0.0, anchor)
-    rows.scores = scores - rows.anchor
-    fixed = rows.detached()
+    # Not below what a temperature can divide: a mask of the lowest number must not meet 0 * inf in a derivative.
+    rows.scores = (scores - rows.anchor).clamp(min=-torch.finfo(scores.dtype).max * 1e-10)
 
     if form.marginal == "free":
-        mu = rows.origin - form.level - rows.anchor
-    elif offset is not None:
-        mu = offset
-    else:
+        mu = rows.origin - form.level - rows.anchor - rows.shift
+    elif mu is None:
+        fixed = rows.detached()
         mu = _closed_form(fixed) if form.family == "kl" else _search(fixed, first_price - anchor, idle)
         mu = torch.where(idle, 0.0, mu)
     if admissible is not None:  # where a key is not admissible t = 0: no infinity may enter a derivative there
@@ -142,33 +161,39 @@ def solve_rows(form: Form, scores: Tensor, offset: Tensor | None = None, order: 
     for _ in range(order if form.marginal != "free" else 0):
         taken, target, slope = rows.sides(mu)
         slope = slope.detach() if order == 1 else slope  # it multiplies taken - target = 0
-        moves = (slope > 0) & ~idle
-        mu = mu + torch.where(moves, rows.temperature * (taken - target) / torch.where(moves, slope, 1.0), 0.0)
+        moves = (slope > 0) & slope.isfinite() & taken.isfinite() & target.isfinite() & ~idle
+        step = torch.where(moves, rows.temperature * (taken - target) / torch.where(moves, slope, 1.0), 0.0)
+        mu = mu + (step - step.detach())  # only its derivative: the search has gone as far as rounding allows
 
     p, null = rows.weights(mu), rows.null(mu)
-    dual = rows.anchor + mu - rows.origin
+    if form.marginal in ("rows", "sink"):  # what rounding of the price left over is shared in proportion
+        taken = p.detach().sum(-1, keepdim=True) + (0.0 if null is None else null.detach())
+        share = torch.where((taken > 0) & taken.isfinite() & ~idle, form.mass / taken, 1.0)
+        p, null = p * share, None if null is None else null * share
+    dual = rows.dual(mu)
     if form.marginal != "free":
         dual = torch.where(idle, -math.inf, dual)
     if full is not None:
-        p = torch.where(full, rows.prior_mass(), p)
+        p = torch.where(full, rows.prior(), p)
     scores = scores if admissible is None else torch.where(admissible, scores, 0.0)
     solution = Solution(form, rows.regularizer, temperature, scores, p, dual, start, log_prior, admissible, null)
-    return solution if hard is None else _hard_rows(solution, hard)
+    return solution if cold is None else _hard_rows(solution, cold)
 
 
 def _anchor(rows: Balance) -> tuple[Tensor, Tensor]:
     """The score of each row's best key (-inf if there is none), and the price at which it alone would take the mass."""
     log_mass = torch.full((), math.log(rows.form.mass), dtype=rows.scores.dtype, device=rows.scores.device)
-    alone = rows.temperature * rows.regularizer.inverse(log_mass)
     if rows.log_prior is None:
         anchor = rows.masked(rows.scores, -math.inf).amax(-1, keepdim=True)
-        price = anchor - alone
+        price = anchor - rows.temperature * rows.regularizer.inverse(log_mass)
     else:
         prices = rows.scores - rows.temperature * rows.regularizer.inverse(log_mass - rows.log_prior)
+        prices = prices.clamp(min=torch.finfo(prices.dtype).min)  # -inf is for keys that are not admissible
         price, best = rows.masked(prices, -math.inf).max(-1, keepdim=True)
         anchor = torch.where(price == -math.inf, -math.inf, rows.scores.gather(-1, best))
     if rows.form.marginal == "sink":
-        null_price = rows.level - alone + torch.zeros_like(price)
+        null = log_mass if rows.null_log_prior is None else log_mass - rows.null_log_prior
+        null_price = rows.level - rows.temperature * rows.regularizer.inverse(null) + torch.zeros_like(price)
         anchor = torch.where(null_price > price, rows.level, anchor)
         price = torch.maximum(price, null_price)
     return anchor, price
@@ -178,7 +203,7 @@ def _full_rows(rows: Balance) -> Tensor | None:
     """Rows whose keys cannot take more than the mass (Fermi-Dirac, early causal rows): there p = pi."""
     if rows.regularizer.ceiling == math.inf or rows.form.marginal != "rows":
         return None
-    return rows.prior_mass().sum(-1, keepdim=True) * rows.regularizer.ceiling <= rows.form.mass
+    return rows.prior().sum(-1, keepdim=True) * rows.regularizer.ceiling <= rows.form.mass
 
 
 def _closed_form(rows: Balance) -> Tensor:
@@ -188,10 +213,12 @@ def _closed_form(rows: Balance) -> Tensor:
         x = x + rows.log_prior
     lse = rows.masked(x, -math.inf).logsumexp(-1, keepdim=True)
     if rows.form.marginal == "sink":
-        lse = torch.logaddexp(lse, (rows.level - rows.anchor) / rows.temperature)
+        null = (rows.level - rows.anchor) / rows.temperature
+        lse = torch.logaddexp(lse, null if rows.null_log_prior is None else null + rows.null_log_prior)
     mu = rows.temperature * (lse - math.log(rows.form.mass))
     if rows.form.marginal == "relax":
-        return (rows.anchor + mu) * (rows.level / (rows.temperature + rows.level)) - rows.anchor
+        fixed = rows.anchor + rows.shift
+        return (fixed + mu) * (rows.level / (rows.temperature + rows.level)) - fixed
     return mu
 
 
@@ -209,17 +236,17 @@ def _search(rows: Balance, start: Tensor, idle: Tensor) -> Tensor:
         ratio = taken / target
         if rows.form.marginal == "relax":
             slope = slope + tau * (taken - target) / rows.level  # of the ratio's logarithm, whose target moves too
-        straight = ratio.log() if isinstance(gamma, float) and gamma == 0 else (ratio**gamma - 1) / gamma
+        straight = ratio.log() if isinstance(gamma, float) and gamma == 0 else (gamma * ratio.log()).expm1() / gamma
         newton = mu + tau * straight * ratio ** (1 - gamma) * target / slope
         bracketed = low.isfinite() & high.isfinite()
         farthest = torch.where(taken > target, torch.minimum(high, mu + width), torch.maximum(low, mu - width))
-        inside = (newton - mu).abs() < (farthest - mu).abs()  # false for NaN
+        inside = ((newton - mu).abs() < (farthest - mu).abs()) & (newton != mu)  # false for NaN
         if iteration >= 30 and iteration % 2:
             inside = inside & ~bracketed
         following = torch.where(inside, newton, torch.where(bracketed, (low + high) / 2, farthest))
         width = torch.where(inside | bracketed, width, 4 * width)
-        # A step this small squares the error, and the step in solve_rows does so again.
-        done = inside & ((following - mu).abs() <= eps**0.75 * tau) & ((ratio - 1).abs() < 0.01)
+        # A step this small squares the error, where the equation is as straight as the second condition says.
+        done = inside & ((following - mu).abs() <= eps**0.75 * tau) & ((ratio - 1).abs() < 0.1 * eps**0.5)
         done = idle | done | (taken == target) | (high - low <= 2 * eps * mu.abs())
         mu = torch.where(idle | (taken == target), mu, following)
         if _settled(done):
@@ -235,7 +262,7 @@ def _settled(rows: Tensor) -> bool:
         return False
 
 
-def _hard_rows(rows: Solution, hard: Tensor) -> Solution:
+def _hard_rows(rows: Solution, cold: Tensor) -> Solution:
     """At temperature 0 the best keys share the mass equally."""
     scores, level = rows.scores.detach(), rows.null_score.detach()
     top = rows.where_admissible(scores, -math.inf).amax(-1, keepdim=True)
@@ -247,11 +274,11 @@ def _hard_rows(rows: Solution, hard: Tensor) -> Solution:
     if rows.null is not None:
         count = count + (level == top)
     elif rows.form.marginal == "relax":
-        mass = torch.where(hard, top / level, 0.0).exp()
+        mass = torch.where(cold, top / level, 0.0).exp()
     share = mass / count.clamp(min=1)
-    null = None if rows.null is None else torch.where(hard, (level == top) * share, rows.null)
-    weights = torch.where(hard, best * share, rows.weights)
-    return replace(rows, weights=weights, null=null, dual=torch.where(hard, top, rows.dual))
+    null = None if rows.null is None else torch.where(cold, (level == top) * share, rows.null)
+    weights = torch.where(cold, best * share, rows.weights)
+    return replace(rows, weights=weights, null=null, dual=torch.where(cold, top, rows.dual))
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -265,8 +292,11 @@ def scores_of(form: Form) -> tuple[Tensor, Tensor]:
     query, key, value = (t.to(form.dtype) for t in (form.query, form.key, form.value))
     admissible = form.admissible(Tq, Tk, query.device)
     if admissible is not None:
-        # A key that no query here may read can hold NaN, and 0 * NaN is NaN: it is read as zeros.
-        read = admissible.expand(*torch.broadcast_shapes(admissible.shape, (1, 1, 1, 1))).any(2)  # [B|1, H|1, Tk|1]
+        # A key that no query here may read can hold NaN, and 0 * NaN is NaN: it is read as zeros. So is a query that
+        # may read nothing.
+        admissible = admissible.expand(*torch.broadcast_shapes(admissible.shape, (1, 1, 1, 1)))
+        query = torch.where(admissible.any(3, keepdim=True), query, 0.0)
+        read = admissible.any(2)  # [B|1, H|1, Tk|1]
         if read.shape[1] > 1:
             read = read.unflatten(1, (Hkv, form.group)).any(2)
         key = torch.where(read[..., None], key, 0.0)
@@ -280,10 +310,10 @@ def scores_of(form: Form) -> tuple[Tensor, Tensor]:
     return scores, value
 
 
-def attend(form: Form, names: tuple[str, ...], offset: Tensor | None = None, order: int = 1) -> dict[str, Tensor]:
+def attend(form: Form, names: tuple[str, ...], mu: Tensor | None = None, order: int = 1) -> dict[str, Tensor]:
     """Output and statistics of a whole form, densely: differentiable, and all of the plan in memory."""
     scores, value = scores_of(form)
-    rows = solve_rows(form, scores, offset, order)
+    rows = solve_rows(form, scores, mu, order)
     results = {}
     if "out" in names or "value_spread" in names:
         rows.values, rows.output = value, _transport(rows.weights, value)
@@ -292,8 +322,8 @@ def attend(form: Form, names: tuple[str, ...], offset: Tensor | None = None, ord
             results[name] = rows.output if form.dropout_key is None else _transport(_dropped(rows), value)
         elif name == "key_mass":
             results[name] = STATISTICS[name](rows)[..., : value.shape[2]]
-        elif name == "offset":
-            results[name] = rows.offset.squeeze(-1)
+        elif name == "mu":
+            results[name] = rows.mu.squeeze(-1)
         elif name == "weights":
             results[name] = rows.weights[..., : value.shape[2]]
         else:
@@ -400,8 +430,8 @@ def backward(
         for where in blocks(form):
             block = form.cut(*where)
             leaves = {n: t.detach().to(form.dtype).requires_grad_() for n, t in block.tensors().items() if n in needed}
-            offset = outputs["offset"][where[:3]].detach()[..., None]
-            results = attend(block.with_tensors(leaves), names, offset)
+            mu = outputs["mu"][where[:3]].detach()[..., None]
+            results = attend(block.with_tensors(leaves), names, mu)
             incoming = [grads[n][where[:3]].to(form.dtype) for n in names]
             found = torch.autograd.grad([results[n] for n in names], list(leaves.values()), incoming, allow_unused=True)
             for name, grad in zip(leaves, found, strict=True):
@@ -410,7 +440,8 @@ def backward(
     return {name: total.to(tensors[name].dtype) for name, total in totals.items()}
 
 
-def _full_precision(form: Form) -> torch.autocast:
+def _full_precision(form: Form) -> AbstractContextManager:
     """The compute dtype is chosen already: autocast must not touch what happens inside."""
     assert form.query is not None
-    return torch.autocast(form.query.device.type, enabled=False)
+    device = form.query.device.type
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
