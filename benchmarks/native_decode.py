@@ -29,6 +29,9 @@ def main():
             for Tq in (1, 4):
                 q = torch.randn(1, 32, Tq, 64).to(dtype)
                 k, v = (torch.randn(1, 8, Tk, 64).to(dtype) for _ in range(2))
+                exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), enable_gqa=True)
+                wrong = (regard.attention(q, k, v, enable_gqa=True, backend="native") - exact).abs().max()
+                assert wrong < (1e-5 if dtype == torch.float32 else 5e-3), "wrong: no speed is reported"
                 a, b = best(
                     [
                         lambda q=q, k=k, v=v: regard.attention(q, k, v, enable_gqa=True, backend="native"),

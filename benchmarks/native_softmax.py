@@ -23,7 +23,9 @@ def timed(f):
 
 
 def compare(ours, theirs, rounds):
-    ours(), theirs(), ours(), theirs()
+    for _ in range(2):
+        ours()
+        theirs()
     a, b = [], []
     for _ in range(rounds):
         a.append(timed(ours))

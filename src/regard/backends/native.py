@@ -8,7 +8,9 @@ first use.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import struct
+import warnings
 from functools import cache
 from typing import Any
 
@@ -52,7 +54,10 @@ def _extension() -> tuple[Any, str]:
 
             _loaded = _native, ""
         except ImportError as error:
-            _loaded = None, f"the native engine was not built: {error}"
+            missing = importlib.util.find_spec("regard._native") is None
+            reason = "was not built (no C++ compiler at installation?)" if missing else f"does not load: {error}"
+            _loaded = None, f"the native engine {reason}"
+            warnings.warn(f"regard runs on slower backends: {_loaded[1]}", stacklevel=2)
     return _loaded
 
 
