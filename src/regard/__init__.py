@@ -2,20 +2,8 @@
 
 from .operator import Choice, attention, select_backend
 from .plan import Certificate, Plan, block_mass, certify, solve, topk, weights_at
-from .problem import (
-    KL,
-    ALiBi,
-    Bias,
-    Causal,
-    Documents,
-    FDivergence,
-    FermiDirac,
-    Free,
-    Rows,
-    Transport,
-    Tsallis,
-    Window,
-)
+from .problem import ALiBi, Bias, Causal, Documents, Free, Rows, Transport, Window
+from .regularizers import KL, FDivergence, FermiDirac, Tsallis
 from .statistics import AuxOutput, AuxRequest
 
 __version__ = "0.1.0"

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .parts import describe, is_number
-from .problem import Scalar
+from .parts import Scalar, describe, is_number
 
 
 def concrete(tensor: object) -> bool:

@@ -28,23 +28,19 @@ from .checks import (
     number,
     row_parameter,
 )
-from .parts import describe
+from .parts import Scalar, describe
 from .problem import (
     ALiBi,
     Bias,
     Causal,
     Documents,
-    FDivergence,
     Free,
     Prior,
-    Regularizer,
     Rows,
-    Scalar,
     Transport,
-    Tsallis,
     Window,
-    regularizer_of,
 )
+from .regularizers import FDivergence, Regularizer, Tsallis, regularizer_of
 
 
 @dataclass(eq=False)

@@ -19,7 +19,9 @@ from torch.utils import _pytree as pytree
 
 from .checks import may_be_zero
 from .form import Form, known_hard
-from .problem import KL, Regularizer, Scalar, Transport
+from .parts import Scalar
+from .problem import Transport
+from .regularizers import KL, Regularizer
 
 
 @dataclass(frozen=True)

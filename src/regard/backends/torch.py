@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from ..form import Form, output_shapes
-from ..problem import Regularizer, Scalar
+from ..parts import Scalar
+from ..regularizers import Regularizer
 from ..statistics import DIFFERENTIABLE, STATISTICS, Solution
 
 SAVED = ("mu",)  # what backward wants from forward besides the caller's statistics
