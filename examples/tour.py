@@ -111,7 +111,8 @@ def difference(backend: str, **arguments) -> str:
     return f"out {out:.0e}  gradients {max(gradients):.0e}"
 
 
-built = regard.select_backend(*(torch.randn(1, 1, 2, 2) for _ in range(3))).backend == "native"
+x = torch.randn(1, 1, 2, 2)
+built = regard.select_backend(x, x, x).backend == "native"
 backends = ["native", "sdpa", "torch"] if built else ["sdpa", "torch"]
 print(" " * 17 + "".join(f"{backend:<28}" for backend in backends))
 cases = {"full": {}, "is_causal": {"is_causal": True}, "float attn_mask": {"attn_mask": torch.randn(128, 128)}}

@@ -2,7 +2,7 @@
 
 For each row the plan is p_j = pi_j g((s_j - lambda)/tau), and lambda is the root of one monotone equation, the
 marginal. `solve_rows` finds it (in closed form for KL, by safeguarded Newton otherwise) outside of autograd and then
-takes one more Newton step inside: the step changes only rounding, but its derivative is the implicit function theorem,
+takes the derivative of one more Newton step inside, whose value is 0: that is the implicit function theorem,
 
     d lambda = sum_j w_j ds_j / (sum_j w_j + kappa),    so    dL/ds_j = (w_j/tau) (u_j - sum w u / (sum w + kappa)),
 
