@@ -247,8 +247,9 @@ def _search(rows: Balance, start: Tensor, idle: Tensor) -> Tensor:
         following = torch.where(inside, newton, torch.where(bracketed, (low + high) / 2, farthest))
         width = torch.where(inside | bracketed, width, 4 * width)
         # A step this small squares the error, where the equation is as straight as the second condition says.
-        done = inside & ((following - mu).abs() <= eps**0.75 * tau) & ((ratio - 1).abs() < 0.1 * eps**0.5)
-        done = idle | done | (taken == target) | (high - low <= 2 * eps * mu.abs())
+        last = ((newton - mu).abs() <= eps**0.75 * tau) & ((ratio - 1).abs() < 0.1 * eps**0.5)
+        following = torch.where(last, newton, following)
+        done = idle | last | (taken == target) | (high - low <= 2 * eps * mu.abs())
         mu = torch.where(idle | (taken == target), mu, following)
         if _settled(done):
             break
