@@ -356,3 +356,13 @@ def test_export_returning_an_aux():
     inputs = tuple(torch.randn(1, 2, 8, 4) for _ in range(3))
     _, aux = torch.export.export(Call(), inputs).module()(*inputs)
     assert torch.allclose(aux.entropy, Call()(*inputs)[1].entropy)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_softmax_has_a_second_derivative(backend):
+    """Whatever auto takes (stock PyTorch, where the native engine is missing, has none)."""
+    inputs = [torch.randn(1, 2, 4, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    if regard.select_backend(*inputs, is_causal=True, backend=backend).backend == "sdpa":
+        pytest.skip("served by stock PyTorch here")
+    function = functools.partial(regard.attention, is_causal=True, backend=backend)
+    assert torch.autograd.gradgradcheck(function, inputs)
