@@ -11,6 +11,7 @@
 //   dL/ds_j = (p_j/tau) [u_j - b + (g_lse - g_H (log p_j - log mu + H))/mu]
 #pragma once
 #include "forward.h"
+#include "links.h"
 
 namespace {
 
@@ -27,29 +28,37 @@ template <class R> struct BackRows {
   V peak[NV], rest[NV];             // the dual in base 2, in two parts; rest is +inf in a row without keys: p = 0
   V a[NV], b[NV];
   V inverse_tau[NV], lambda[NV];    // lambda: the dual as it is, not in base 2
-  V sum_g[NV], sum_gs[NV], sum_gd[NV], sum_ps[NV], sum_pd[NV];
+  V sum_g[NV], sum_gs[NV], sum_gd[NV], sum_ps[NV], sum_pd[NV], sum_gp[NV], sum_ga[NV];
   R dot[L];
   bool idle;  // some row has no key
-  R *qt, *dot_t, *q, *d_out, *dqt;  // Q^T, dO^T, scale/tau Q, dO, dQ^T
+  R *qt, *dot_t, *q, *d_out, *dqt, *dq;  // Q^T, dO^T, scale/tau Q, dO, dQ^T; not KL: what single pairs give to dQ
 };
 
 template <class R> struct BackPanels {
   static constexpr int64_t SIZE = BACK_KEYS * BackRows<R>::L;
-  R *x, *u, *gate, *bias, *score, *slope, *spare, *kept, *dk, *dv, *k_spare, *v_spare;
+  R *x, *u, *gate, *bias, *score, *slope, *spare, *kept, *dk, *dv, *k_spare, *v_spare, *k_padded, *v_padded;
   uint8_t *live;
+  uint64_t *bits;  // lanes that give some weight to each key
   BackPanels(Arena &arena, const Problem &p) {
     R **panels[] = {&x, &u, &gate, &bias, &score, &slope, &spare, &kept};
     for (R **panel : panels) *panel = arena.take<R>(SIZE);
     dk = arena.take<R>(BACK_KEYS * padded<R>(p.D)), dv = arena.take<R>(BACK_KEYS * padded<R>(p.Dv));
     k_spare = arena.take<R>(BACK_KEYS * p.D), v_spare = arena.take<R>(BACK_KEYS * p.Dv);
-    live = arena.take<uint8_t>(BACK_KEYS);
+    k_padded = arena.take<R>(BACK_KEYS * padded<R>(p.D)), v_padded = arena.take<R>(BACK_KEYS * padded<R>(p.Dv));
+    live = arena.take<uint8_t>(BACK_KEYS), bits = arena.take<uint64_t>(BACK_KEYS);
   }
   static int64_t bytes(const Problem &p) {
-    return (8 * SIZE + BACK_KEYS * (padded<R>(p.D) + padded<R>(p.Dv) + p.D + p.Dv)) * (int64_t)sizeof(R) + BACK_KEYS + 1024;
+    return (8 * SIZE + BACK_KEYS * (2 * padded<R>(p.D) + 2 * padded<R>(p.Dv) + p.D + p.Dv)) * (int64_t)sizeof(R) +
+           9 * BACK_KEYS + 1280;
   }
 };
 
 template <class R> INLINE R of_row(const Tensor &t, int64_t at) { return element<R>(t.data, t.type, at); }
+
+template <class R> void prepare_link(const Problem &p, BackRows<R> &r);
+template <class R, class Link>
+void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t first, int64_t keys, const R *k, int64_t k_stride,
+               const R *v, int64_t v_stride, R *dk, R *dv, BackPanels<R> &s);
 
 // Transposes, the baseline, what the row adds to its advantage.
 template <class R> void prepare(const Problem &p, const Terms &terms, BackRows<R> &r) {
@@ -69,10 +78,12 @@ template <class R> void prepare(const Problem &p, const Terms &terms, BackRows<R
       copy<R>(p.grad_out.data, p.grad_out.type, rows.at(p.grad_out, i), p.grad_out.s3, p.Dv, r.d_out + i * Dvp, 1, (R)1);
   }
   for (int n = 0; n < 3; ++n) r.peak[n] = Vec<R>{}, r.rest[n] = all(INF<R>), r.a[n] = r.b[n] = r.inverse_tau[n] = r.lambda[n] = Vec<R>{};
-  for (int n = 0; n < 3; ++n) r.sum_g[n] = r.sum_gs[n] = r.sum_gd[n] = r.sum_ps[n] = r.sum_pd[n] = Vec<R>{};
+  for (int n = 0; n < 3; ++n)
+    r.sum_g[n] = r.sum_gs[n] = r.sum_gd[n] = r.sum_ps[n] = r.sum_pd[n] = r.sum_gp[n] = r.sum_ga[n] = Vec<R>{};
+  if (p.family != regard::KL) return prepare_link(p, r);
   for (int i = 0; i < rows.n; ++i) {
     const int n = i / N, lane = i % N;
-    const R tau = rows.temperature[i], level = rows.level[i], c = rows.c[n][lane];
+    const R tau = rows.temperature[i], level = rows.level[i];
     const R dual = of_row<R>(p.saved_dual, rows.at(p.saved_dual, i));
     R dot = 0;
     if (p.grad_out) {
@@ -227,7 +238,7 @@ template <class R> struct BackCut {
     keys = (keys + BACK_KEYS - 1) / BACK_KEYS * BACK_KEYS;
   }
   int64_t block_bytes(const Problem &p) const {
-    return L * (3 * padded<R>(p.D) + 2 * padded<R>(p.Dv)) * (int64_t)sizeof(R) + (int64_t)sizeof(BackRows<R>) + 512;
+    return L * (4 * padded<R>(p.D) + 2 * padded<R>(p.Dv)) * (int64_t)sizeof(R) + (int64_t)sizeof(BackRows<R>) + 512;
   }
   int64_t thread_bytes(const Problem &p) const {
     return (batch * block_bytes(p) + BackPanels<R>::bytes(p) + 63) / 64 * 64;
@@ -236,8 +247,10 @@ template <class R> struct BackCut {
 };
 
 // Everything that chunk `chunk` of the keys gets from and gives to the query heads h ... h + heads - 1 of one batch entry.
-template <class R> void pull_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv, int64_t chunk, Arena arena) {
+template <class R, class Pull>
+void pull_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv, int64_t chunk, Arena arena, Pull pull_block) {
   constexpr int L = BackRows<R>::L, N = Simd<R>::N;
+  const bool linked = p.family != regard::KL;
   const BackCut<R> cut(p);
   const int64_t group = p.H / p.Hkv, Dp = padded<R>(p.D), Dvp = padded<R>(p.Dv);
   const int64_t lo = chunk * cut.keys, hi = least(p.Tk, lo + cut.keys);
@@ -253,6 +266,7 @@ template <class R> void pull_chunk(const Problem &p, const Terms &terms, int64_t
         BackRows<R> &r = *(blocks[g] = arena.take<BackRows<R>>(1));
         r.qt = arena.take<R>(L * p.D), r.dot_t = arena.take<R>(L * p.Dv), r.dqt = arena.take<R>(L * p.D);
         r.q = arena.take<R>(L * Dp), r.d_out = arena.take<R>(L * Dvp);
+        r.dq = linked ? arena.take<R>(L * Dp) : nullptr;
         const int64_t first = batch + g * L;
         r.rows.place(p, b, kv, h, false, first, least((int64_t)L, p.Tq - first));
         prepare(p, terms, r);
@@ -268,8 +282,8 @@ template <class R> void pull_chunk(const Problem &p, const Terms &terms, int64_t
           BackRows<R> &r = *blocks[g];
           const int64_t a = most(j, r.rows.lo), z = least(j + keys, r.rows.hi), skip = a - j;
           if (a < z)
-            pull(p, terms, r, a, z - a, k + skip * k_stride, k_stride, v + skip * v_stride, v_stride,
-                 panels.dk + skip * Dp, panels.dv + skip * Dvp, panels);
+            pull_block(p, terms, r, a, z - a, k + skip * k_stride, k_stride, v + skip * v_stride, v_stride,
+                       panels.dk + skip * Dp, panels.dv + skip * Dvp, panels);
         }
         for (int64_t i = 0; i < keys; ++i) {
           const int64_t at = (b * p.Hkv + kv) * p.Tk + j + i;
@@ -286,13 +300,17 @@ template <class R> void pull_chunk(const Problem &p, const Terms &terms, int64_t
           const int64_t at = chunk * p.B * p.H * p.Tq + r.rows.flat(p, i);
           dq[i] = (R *)p.dq + at * p.D, factor[i] = (R)p.scale / r.rows.temperature[i];
           put(p.row_dot, at, r.dot[i]);
-          put(p.row_g, at, r.sum_g[i / N][i % N]);
+          // What rows of a prior get: KL has one G for scores and priors.
+          put(p.row_g, at, linked && !p.row_ds ? r.sum_gp[i / N][i % N] : r.sum_g[i / N][i % N]);
           put(p.row_gs, at, r.sum_gs[i / N][i % N]);
           put(p.row_gd, at, r.sum_gd[i / N][i % N]);
           put(p.row_ps, at, r.sum_ps[i / N][i % N]);
           put(p.row_pd, at, r.sum_pd[i / N][i % N]);
         }
         if (p.dq) to_rows(r.dqt, L, factor, r.rows.n, p.D, dq);
+        if (p.dq && linked)
+          for (int i = 0; i < r.rows.n; ++i)
+            for (int64_t d = 0; d < p.D; ++d) dq[i][d] += r.dq[i * Dp + d] * factor[i];
       }
     }
 }
@@ -307,7 +325,14 @@ template <class R> void backward_as(const Problem &p) {
   parallel(p.threads, units * p.chunks / turns, [&](int64_t job, int64_t thread) {
     for (int64_t turn = 0; turn < turns; ++turn) {
       const int64_t unit = shared ? turn : job / p.chunks, chunk = shared ? job : job % p.chunks;
-      pull_chunk<R>(p, terms, unit / p.Hkv, unit % p.Hkv, chunk, Arena{scratch + thread * cut.thread_bytes(p)});
+      const Arena arena{scratch + thread * cut.thread_bytes(p)};
+      const auto chunk_by = [&](auto pull_block) {
+        pull_chunk<R>(p, terms, unit / p.Hkv, unit % p.Hkv, chunk, arena, pull_block);
+      };
+      if (p.family == regard::KL)
+        chunk_by(pull<R>);
+      else
+        with_link<R>(p, [&](auto tag) { chunk_by(pull_link<R, typename decltype(tag)::Link>); });
     }
   });
 }

@@ -26,7 +26,8 @@ template <class F> void parallel(int64_t threads, int64_t jobs, F f) {
 
 }  // namespace
 
-#include "backward.h"
+#include "backward_link.h"
+#include "panel.h"
 
 namespace {
 
@@ -39,9 +40,13 @@ template <class R> bool narrow(const Problem &p) {
 }
 
 template <class R> int64_t forward_scratch_as(const Problem &p) {
+  if (p.family != regard::KL) return narrow<R>(p) ? PanelCut<R, 1>(p).bytes(p) : PanelCut<R, 3>(p).bytes(p);
   return narrow<R>(p) ? Cut<R, 1>(p).bytes(p) : Cut<R, 3>(p).bytes(p);
 }
-template <class R> void forward_of(const Problem &p) { narrow<R>(p) ? forward_as<R, 1>(p) : forward_as<R, 3>(p); }
+template <class R> void forward_of(const Problem &p) {
+  if (p.family != regard::KL) return narrow<R>(p) ? forward_link<R, 1>(p) : forward_link<R, 3>(p);
+  narrow<R>(p) ? forward_as<R, 1>(p) : forward_as<R, 3>(p);
+}
 
 int64_t forward_scratch(const Problem &p) {
   return p.compute == regard::F64 ? forward_scratch_as<double>(p) : forward_scratch_as<float>(p);

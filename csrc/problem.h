@@ -6,6 +6,7 @@
 namespace regard {
 
 enum Type : int64_t { F32 = 0, F64 = 1, BF16 = 2, F16 = 3, I64 = 4, BOOL = 5 };
+enum Family : int64_t { KL = 0, TSALLIS = 1, FERMI_DIRAC = 2 };
 enum Marginal : int64_t { ROWS = 0, SINK = 1, RELAX = 2, FREE = 3 };
 
 struct Tensor {
@@ -20,27 +21,30 @@ constexpr int PRIORS = 4;  // log-priors that one problem may multiply
   INT(threads) INT(compute)                     /* compute: F32 or F64 */                                              \
   INT(B) INT(H) INT(Hkv) INT(Tq) INT(Tk) INT(D) INT(Dv)                                                                \
   INT(left) INT(right) INT(offset)              /* row i reads keys i + offset - left ... i + offset + right */        \
-  INT(marginal) INT(threshold)                  /* a weight is kept where its hash is >= threshold */                  \
+  INT(family) INT(marginal) INT(threshold)      /* a weight is kept where its hash is >= threshold */                  \
   REAL(scale) REAL(softcap)                     /* softcap 0: none */                                                  \
   REAL(mass) REAL(kept_scale)                                                                                          \
-  REAL(level_value) REAL(temperature_value) INT(scratch)                                                               \
+  REAL(level_value) REAL(temperature_value) REAL(alpha_value) INT(centred) INT(scratch) /* centred: see links.h */       \
   TENSOR(query) TENSOR(key) TENSOR(value) TENSOR(score_bias) TENSOR(mask)                                              \
   TENSOR(prior0) TENSOR(prior1) TENSOR(prior2) TENSOR(prior3)                                                          \
-  TENSOR(slopes) TENSOR(query_ids) TENSOR(key_ids) TENSOR(level) TENSOR(temperature) TENSOR(dropout_key)               \
+  TENSOR(slopes) TENSOR(query_ids) TENSOR(key_ids) TENSOR(level) TENSOR(temperature) TENSOR(alpha) TENSOR(dropout_key) \
   TENSOR(squares)                               /* [B, Hkv, 1, Tk]: |v - centre|^2, for the spread */                  \
   /* forward: results, contiguous in the compute type, 0 if not asked for */                                           \
   INT(out) INT(lse) INT(dual) INT(free_energy) INT(entropy) INT(kl) INT(max_scores) INT(max_weight)                    \
   INT(score_variance) INT(collision) INT(support) INT(first_key_mass) INT(mass_sent) INT(cost) INT(spread)             \
-  INT(peak) INT(rest)                           /* the dual in base 2 as a sum: the row's largest x, and what is left */ \
+  INT(peak) INT(rest)                           /* the dual as a sum: the row's anchor, and what is left (see finish) */ \
+  INT(tilt) INT(tilt_log)                       /* sums of w v and of w (log p + H) by that of w: the gradient's centre */ \
   /* backward: saved outputs and incoming gradients, then results */                                                   \
   TENSOR(saved_out) TENSOR(saved_dual) TENSOR(saved_lse) TENSOR(saved_entropy) TENSOR(saved_peak) TENSOR(saved_rest)   \
+  TENSOR(saved_tilt) TENSOR(saved_tilt_log) TENSOR(saved_mass)                                                         \
   TENSOR(grad_out) TENSOR(grad_lse) TENSOR(grad_entropy)                                                               \
   INT(chunks)                                   /* of keys; each has its own part of what rows accumulate */           \
   INT(dq)                                       /* [chunks, B, H, Tq, D] */                                            \
   INT(dk) INT(dv)                               /* [B, Hkv, Tk, D|Dv], zeroed */                                       \
-  INT(row_dot)                                  /* [chunks, B, H, Tq]: <grad_out, out> */                              \
+  INT(row_dot)                                  /* [chunks, B, H, Tq]: <grad_out, out>; not KL: the baseline */        \
   INT(row_g) INT(row_gs) INT(row_gd)            /* the same: sums over keys of G, G (s - dual), G |distance| and, */     \
   INT(row_ps) INT(row_pd)                       /* for centring, p (s - dual) and p |distance|; G = tau dL/ds */       \
+  INT(row_ga)                                   /* the same: the sum over keys of dL/dalpha */                         \
   INT(key_g) INT(key_ds)                        /* [B, H, Tk]: sums over queries of G and of dL/ds, zeroed */          \
   TENSOR(dense_g) TENSOR(dense_ds)              /* the user's [B|1, H|1, Tq, Tk], zeroed; broadcast dims add up */      \
   INT(key_mass)                                 /* [B, H, Tk]: sums over queries of p */

@@ -1,5 +1,6 @@
 // A block of rows: L rows of the plan that read one key/value head, one per lane; and what turns their raw products
-// into exponents. All exponents are in base 2: x = (s/tau + log pi) * log2(e), and -inf where a key is not admissible.
+// into exponents. KL: in base 2, x = (s/tau + log pi) * log2(e). Else the prior stays apart, as its logarithm in base 2, and
+// x = c s with c = (alpha - 1)/tau (Tsallis) or log2(e)/tau. Either way -inf where a key is not admissible.
 #pragma once
 #include "tiles.h"
 
@@ -20,7 +21,7 @@ struct Terms {
     const Tensor *given[] = {&p.prior0, &p.prior1, &p.prior2, &p.prior3};
     for (const Tensor *t : given)
       if (*t) priors[n_priors++] = t, prior = true;
-    folded = !(bias || prior || capped);
+    folded = !(bias || (prior && p.family == regard::KL) || capped);
   }
 };
 
@@ -29,11 +30,11 @@ template <class R, int NV> struct Rows {
   using V = Vec<R>;
   using M = Mask<R>;
 
-  V c[NV];         // log2(e) / tau
+  V c[NV];         // see above
   V slope[NV];     // of the prior, times log2(e)
   M position[NV];  // where the row stands among the keys
   M hash[NV];      // dropout's state of (b, h, i); the low 32 bits count
-  R temperature[L], level[L];
+  R temperature[L], level[L], alpha[L];
   int n;  // rows that exist; the lanes beyond repeat the last one
   int64_t b, kv, head[L], query[L], document[L], least_document, most_document;
   int64_t lo, hi;          // keys that some row may read, as far as the band says
@@ -54,7 +55,8 @@ template <class R, int NV> struct Rows {
       temperature[i] = p.temperature ? element<R>(p.temperature.data, p.temperature.type, at(p.temperature, i))
                                      : (R)p.temperature_value;
       level[i] = p.level ? element<R>(p.level.data, p.level.type, at(p.level, i)) : (R)p.level_value;
-      c[i / N][i % N] = (R)LOG2E / temperature[i];
+      alpha[i] = p.alpha ? element<R>(p.alpha.data, p.alpha.type, at(p.alpha, i)) : (R)p.alpha_value;
+      c[i / N][i % N] = (p.family == regard::TSALLIS ? alpha[i] - 1 : (R)LOG2E) / temperature[i];
       slope[i / N][i % N] = p.slopes ? (R)LOG2E * element<R>(p.slopes.data, p.slopes.type, at(p.slopes, i)) : 0;
       const int64_t where = query[i] + p.offset;
       position[i / N][i % N] = (typename Simd<R>::I)where;
@@ -83,12 +85,14 @@ template <class R, int NV> struct Rows {
     return a ^ (a >> 16);
   }
 
-  // Which lanes keep the weight of key j, as a vector of 1/(1-p) and 0.
+  // What dropout leaves of the weight of key j in a row: 1/(1-p) or 0 of it.
+  R kept_at(const Problem &p, int64_t j, int lane) const {
+    const uint32_t key = mix((uint32_t)j + 0x9E3779B9u);
+    return (int64_t)mix((uint32_t)hash[lane / N][lane % N] ^ key) >= p.threshold ? (R)p.kept_scale : 0;
+  }
   V kept(const Problem &p, int64_t j, int n) const {
     V result;
-    const uint32_t key = mix((uint32_t)j + 0x9E3779B9u);
-    for (int i = 0; i < N; ++i)
-      result[i] = (int64_t)mix((uint32_t)hash[n][i] ^ key) >= p.threshold ? (R)p.kept_scale : 0;
+    for (int i = 0; i < N; ++i) result[i] = kept_at(p, j, n * N + i);
     return result;
   }
 
@@ -211,6 +215,7 @@ void dress(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, int64_
   using V = Vec<R>;
   constexpr int N = Simd<R>::N, L = N * NV;
   const R cap = (R)p.softcap;
+  const bool apart = p.family != regard::KL;
   for (int64_t j = 0; j < keys; ++j)
     for (int n = 0; n < NV; ++n) {
       const int64_t at = j * L + n * N;
@@ -227,7 +232,7 @@ void dress(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, int64_
       }
       if (gate) {
         const V g = load(gate + at);
-        s = g == -INF<R> ? g : vmax(all(LOWEST<R>), s + g);
+        s = g == -INF<R> ? g : vmax(all(LOWEST<R>), apart ? s : s + g);
       }
       store(x + at, s);
     }

@@ -66,6 +66,22 @@ template <class M> INLINE bool any(M mask) {
 #endif
 }
 
+// Bit i: whether lane i of a mask is set.
+template <class M> INLINE unsigned lanes_of(M mask) {
+  constexpr unsigned N = sizeof(M) / sizeof(mask[0]);
+#if defined(__AVX512F__)
+  if (N == 16) return _mm512_movepi32_mask((__m512i)mask);
+  return _mm512_movepi64_mask((__m512i)mask);
+#elif defined(__AVX2__)
+  if (N == 8) return (unsigned)_mm256_movemask_ps((__m256)mask);
+  return (unsigned)_mm256_movemask_pd((__m256d)mask);
+#else
+  unsigned bits = 0;
+  for (unsigned n = 0; n < N; ++n) bits |= (unsigned)(mask[n] != 0) << n;
+  return bits;
+#endif
+}
+
 template <class R> constexpr R INF = (R)__builtin_inf();
 template <class R> constexpr R LOWEST = sizeof(R) == 4 ? (R)-3.402823466e38 : (R)-1.7976931348623157e308;
 constexpr double LOG2E = 1.4426950408889634074, LN2 = 0.69314718055994530942;
@@ -101,6 +117,10 @@ template <class V> INLINE V vexp2(V t) {
 }
 INLINE float exp2_of(float t) { return ::exp2f(t); }
 INLINE double exp2_of(double t) { return ::exp2(t); }
+INLINE float exp_of(float t) { return ::expf(t); }
+INLINE double exp_of(double t) { return ::exp(t); }
+INLINE float log_of(float t) { return ::logf(t); }
+INLINE double log_of(double t) { return ::log(t); }
 INLINE float log2_of(float t) { return ::log2f(t); }
 INLINE double log2_of(double t) { return ::log2(t); }
 

@@ -197,7 +197,8 @@ def output_shapes(form: Form, names: tuple[str, ...]) -> dict[str, tuple[int, ..
     """The shape of the output and of each statistic."""
     assert form.value is not None
     B, H, Tq, Tk = form.shape
-    special: dict[str, tuple[int, ...]] = {"out": (B, H, Tq, form.value.shape[3]), "key_mass": (B, H, Tk)}
+    output = (B, H, Tq, form.value.shape[3])
+    special: dict[str, tuple[int, ...]] = {"out": output, "tilt": output, "key_mass": (B, H, Tk)}
     return {name: special.get(name, (B, H, Tq)) for name in names}
 
 

@@ -39,14 +39,14 @@ def run(backend: str, form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
     recording = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
     if not recording and not transformed:
         return BACKENDS[backend].forward(form, names)
-    computed = _with_saved(backend, names)
+    computed = _with_saved(backend, form, names)
     outputs = Attend.apply(form, tuple(tensors), computed, backend, *tensors.values())
     return dict(zip(names, outputs, strict=False))
 
 
-def _with_saved(backend: str, names: tuple[str, ...]) -> tuple[str, ...]:
+def _with_saved(backend: str, form: Form, names: tuple[str, ...]) -> tuple[str, ...]:
     """What to compute when a gradient may follow."""
-    return (*names, *(name for name in BACKENDS[backend].SAVED if name not in names))
+    return (*names, *(name for name in BACKENDS[backend].saved(form, names) if name not in names))
 
 
 # --- eager: an autograd Function --------------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ attend_op.register_autograd(_gradient, setup_context=_setup)
 
 
 def _run_compiled(backend: str, form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
-    computed = _with_saved(backend, names)
+    computed = _with_saved(backend, form, names)
     outputs = torch.ops.regard.attend(backend, ",".join(computed), *_to_arguments(form))
     results = dict(zip(computed, outputs, strict=True))
     return {n: results[n] if n in DIFFERENTIABLE else results[n].detach() for n in names}

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from ..form import Form, output_shapes
 
-SAVED = ("dual", "peak", "rest")  # what backward wants from forward besides the caller's statistics
-
 _TYPES = {
     torch.float32: 0,
     torch.float64: 1,
@@ -29,13 +27,17 @@ _TYPES = {
     torch.int64: 4,
     torch.bool: 5,
 }
+_FAMILIES = {"kl": 0, "tsallis": 1, "fermi_dirac": 2}
 _MARGINALS = {"rows": 0, "sink": 1, "relax": 2, "free": 3}
 _UNBOUNDED = 2**40  # a band's open side
 _SMALL = 2**21  # multiply-adds that one thread does sooner than it wakes another
 _PRIORS = 4  # log-priors that a record holds
+_CENTRED = 1.25  # Tsallis orders below this are computed as a distance from KL
+_PRICE = ("dual", "peak", "rest")  # the plan can be made again from these
 # The record's first fields, in order.
 _NUMBERS = (
-    *("threads", "compute", "B", "H", "Hkv", "Tq", "Tk", "D", "Dv", "left", "right", "offset", "marginal", "threshold"),
+    *("threads", "compute", "B", "H", "Hkv", "Tq", "Tk", "D", "Dv", "left", "right", "offset", "family"),
+    *("marginal", "threshold"),
     *("scale", "softcap", "mass", "kept_scale"),
 )
 # A statistic's field where its name is taken.
@@ -112,8 +114,10 @@ def unsupported(form: Form, names: tuple[str, ...]) -> str | None:
     assert form.query is not None
     if form.query.device.type != "cpu":
         return f"runs on the CPU only (query is on {form.query.device})"
-    if form.family != "kl":
-        return "has kernels for KL only"
+    if form.family not in _FAMILIES:
+        return "has kernels for KL, Tsallis and Fermi-Dirac only"
+    if form.family == "fermi_dirac" and form.marginal != "free":
+        return "has Fermi-Dirac with a free marginal only"
     if form.hard:
         return "has no temperature 0"
     if len(form.log_priors) > _PRIORS:
@@ -123,6 +127,16 @@ def unsupported(form: Form, names: tuple[str, ...]) -> str | None:
     if torch.autograd.forward_ad._current_level >= 0:
         return "has no forward mode"
     return None
+
+
+def saved(form: Form, names: tuple[str, ...]) -> tuple[str, ...]:
+    """What backward wants from forward besides the caller's statistics."""
+    if form.family == "kl":
+        return _PRICE
+    centre = ("tilt",) if form.marginal != "free" else ()
+    if "entropy" in names:
+        centre += ("tilt_log",) if form.marginal != "free" else ("mass",)
+    return _PRICE + centre
 
 
 def _record(form: Form) -> _Record:
@@ -144,6 +158,7 @@ def _record(form: Form) -> _Record:
         _UNBOUNDED if form.left is None else form.left,
         _UNBOUNDED if form.right is None else form.right,
         form.offset,
+        _FAMILIES[form.family],
         _MARGINALS[form.marginal],
         int(form.dropout_p * 2**32),
         form.scale,
@@ -155,11 +170,14 @@ def _record(form: Form) -> _Record:
         record.tensor(name, getattr(form, name))
     for n, prior in enumerate(form.log_priors):
         record.tensor(f"prior{n}", prior)
-    for name, scalar in (("level", form.level), ("temperature", form.temperature)):
+    for name, scalar in (("level", form.level), ("temperature", form.temperature), ("alpha", form.alpha)):
         if isinstance(scalar, Tensor):
             record.tensor(name, scalar)
         else:
             record.put(f"{name}_value", scalar)
+    if form.family == "tsallis":
+        least = float(form.alpha.min()) if isinstance(form.alpha, Tensor) else form.alpha
+        record.put("centred", int(least < _CENTRED))
     return record
 
 
@@ -183,7 +201,7 @@ def forward(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
         if name != "key_mass":
             record.put(_FIELDS.get(name, name), result.data_ptr())
     if "key_mass" in names:  # the sweep makes the plan again
-        for name in SAVED:
+        for name in _PRICE:
             if name not in names:
                 results[name] = torch.empty(form.shape[:3], dtype=form.dtype)
                 record.put(name, results[name].data_ptr())
@@ -303,7 +321,7 @@ def _sweep(
     module, _ = _extension()
     record = _record(form)
     record.put("chunks", chunks or _chunks(form, False))
-    for name in ("out", "lse", "entropy", *SAVED):
+    for name in ("out", "lse", "entropy", "tilt", "tilt_log", "mass", *_PRICE):
         record.tensor(f"saved_{name}", outputs.get(name))
     for name, grad in grads.items():
         record.tensor(f"grad_{name}", grad)

@@ -25,13 +25,17 @@ from ..parts import Scalar
 from ..regularizers import Regularizer
 from ..statistics import DIFFERENTIABLE, STATISTICS, Solution
 
-SAVED = ("mu",)  # what backward wants from forward besides the caller's statistics
 BLOCK = 2**21  # weights alive at once (in a handful of buffers): 8 MiB each in float32
 
 
 def unsupported(form: Form, names: tuple[str, ...]) -> str | None:
     """Why this backend cannot serve the problem: it serves all."""
     return None
+
+
+def saved(form: Form, names: tuple[str, ...]) -> tuple[str, ...]:
+    """What backward wants from forward besides the caller's statistics."""
+    return ("mu",)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -424,7 +428,7 @@ def _join(parts: list[dict[str, Tensor]], dim: int) -> dict[str, Tensor]:
 def backward(
     form: Form, needed: tuple[str, ...], outputs: dict[str, Tensor], grads: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Gradients of the needed slots, from forward's outputs (SAVED among them) and the gradients of some of them."""
+    """Gradients of the needed slots, from forward's outputs (those of `saved` among them) and the gradients of some of them."""
     tensors = form.tensors()
     totals = {name: torch.zeros_like(tensors[name], dtype=form.dtype) for name in needed}
     names = tuple(name for name in DIFFERENTIABLE if name in grads)

@@ -1,0 +1,231 @@
+// Backward, regularisers with a link (links.h): backward.h's walk over chunks of keys and batches of rows, with
+//
+//   dL/ds_j = (w_j/tau) (u_j - b),  dL/dlog pi_j = p_j (u_j - b),  b = sum w u / (sum w + kappa)
+//
+// The baseline b comes from the forward pass's `tilt` (sum w v / (sum w + kappa)): b = <dO, tilt>. Where few pairs of a
+// block have mass, all but Q K^T is done pair by pair.
+#pragma once
+#include "backward.h"
+#include "links.h"
+
+namespace {
+
+// Below this share of a block's pairs, single pairs cost less than the four products.
+constexpr double SPARSE_PAIRS = 0.25;
+
+// The row's part of the advantage: u - a - b log2 p.
+template <class R> void prepare_link(const Problem &p, BackRows<R> &r) {
+  constexpr int N = Simd<R>::N;
+  const Rows<R, 3> &rows = r.rows;
+  const int64_t Dp = padded<R>(p.D), Dvp = padded<R>(p.Dv);
+  const bool free = p.marginal == regard::FREE;
+  memset(r.dq, 0, BackRows<R>::L * Dp * sizeof(R));
+  for (int n = 0; n < 3; ++n) r.peak[n] = Vec<R>{}, r.rest[n] = all(-INF<R>);
+  for (int i = 0; i < rows.n; ++i) {
+    const int n = i / N, lane = i % N;
+    const R level = rows.level[i], peak = of_row<R>(p.saved_peak, rows.at(p.saved_peak, i));
+    r.inverse_tau[n][lane] = 1 / rows.temperature[i];
+    if (peak == -INF<R>) {  // no key may be read, and the query may hold anything
+      memset(r.q + i * Dp, 0, Dp * sizeof(R));
+      r.idle = true;
+      continue;
+    }
+    r.peak[n][lane] = peak, r.rest[n][lane] = of_row<R>(p.saved_rest, rows.at(p.saved_rest, i));
+    R base = 0;
+    if (p.grad_out && !free) {
+      const R *g = r.d_out + i * Dvp;
+      const int64_t at = rows.at(p.saved_tilt, i);
+      for (int64_t d = 0; d < p.Dv; ++d) base += g[d] * of_row<R>(p.saved_tilt, at + d * p.saved_tilt.s3);
+    }
+    R add = 0;
+    if (p.grad_entropy) {
+      R mass = (R)p.mass;
+      if (p.marginal == regard::RELAX) mass = exp_of(of_row<R>(p.saved_dual, rows.at(p.saved_dual, i)) / level);
+      if (free) mass = of_row<R>(p.saved_mass, rows.at(p.saved_mass, i));
+      const R g = mass > 0 ? of_row<R>(p.grad_entropy, rows.at(p.grad_entropy, i)) / mass : 0;
+      if (!free) base -= g * of_row<R>(p.saved_tilt_log, rows.at(p.saved_tilt_log, i));
+      add = mass > 0 ? g * (of_row<R>(p.saved_entropy, rows.at(p.saved_entropy, i)) - log_of(mass)) : 0;
+      r.b[n][lane] = g * (R)LN2;
+    }
+    r.dot[i] = base;
+    r.a[n][lane] = base + add;
+  }
+}
+
+template <class R> INLINE R dot(const R *a, const R *b, int64_t n) {  // n a multiple of the vector's length
+  constexpr int N = Simd<R>::N;
+  Vec<R> even = {}, odd = {};
+  int64_t d = 0;
+  for (; d + 2 * N <= n; d += 2 * N) even += load(a + d) * load(b + d), odd += load(a + d + N) * load(b + d + N);
+  for (; d < n; d += N) even += load(a + d) * load(b + d);
+  even += odd;
+  R total = 0;
+  for (int i = 0; i < N; ++i) total += even[i];
+  return total;
+}
+template <class R> INLINE void add(R factor, const R *from, int64_t n, R *to) {
+  constexpr int N = Simd<R>::N;
+  const Vec<R> f = all(factor);
+  for (int64_t d = 0; d < n; d += N) store(to + d, load(to + d) + f * load(from + d));
+}
+
+// Rows of a block with whole vectors, 0 beyond D: pairs read them.
+template <class R>
+const R *padded_rows(const R *from, int64_t stride, int64_t keys, int64_t D, R *spare, int64_t &padded_stride) {
+  const int64_t Dp = padded<R>(D);
+  if (D == Dp) {
+    padded_stride = stride;
+    return from;
+  }
+  for (int64_t j = 0; j < keys; ++j) {
+    memcpy(spare + j * Dp, from + j * stride, D * sizeof(R));
+    for (int64_t d = D; d < Dp; ++d) spare[j * Dp + d] = 0;
+  }
+  padded_stride = Dp;
+  return spare;
+}
+
+// One block of keys for one block of rows.
+template <class R, class Link>
+void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t first, int64_t keys, const R *k, int64_t k_stride,
+               const R *v, int64_t v_stride, R *dk, R *dv, BackPanels<R> &s) {
+  constexpr int NV = 3, N = Simd<R>::N, L = N * NV;
+  using V = Vec<R>;
+  using I = typename Simd<R>::I;
+  const Rows<R, NV> &rows = r.rows;
+  const Link link(rows);
+  const Gate gate = open_gate(p, terms, rows, first, keys, s.gate, s.bias, s.spare, s.live);
+  if (gate == CLOSED) return;
+  const uint8_t *live = gate == PARTLY ? s.live : nullptr;
+  const R *prior = terms.prior ? s.gate : nullptr;
+  scores<R, NV, false>(r.qt, k, k_stride, p.D, keys, s.x);
+  if (gate == PARTLY || !terms.folded)
+    dress(p, terms, rows, keys, s.x, gate == PARTLY ? s.gate : nullptr, s.bias, (R *)nullptr, terms.capped ? s.slope : nullptr);
+  const int64_t Dp = padded<R>(p.D), Dvp = padded<R>(p.Dv);
+
+  int64_t pairs = keys * L;
+  if (Link::SPARSE) {
+    pairs = 0;
+    for (int64_t j = 0; j < keys; ++j) {
+      uint32_t bits = 0;
+      for (int n = 0; n < NV; ++n) {
+        const int64_t at = j * L + n * N;
+        const V d = load(s.x + at) - r.peak[n] + r.rest[n];
+        store(s.x + at, d);
+        bits |= (uint32_t)lanes_of(d > -Link::ORIGIN) << (n * N);
+      }
+      s.bits[j] = bits, pairs += __builtin_popcount(bits);
+    }
+    if (!pairs) return;
+  }
+  const auto distance_of = [&](int64_t j, int n) {
+    const Mask<R> distance = (I)(first + j) - rows.position[n];
+    return __builtin_convertvector(distance < 0 ? -distance : distance, V);
+  };
+  // How dL/dalpha answers to p (u - b): beta^2 (1 - 1/y - log y).
+  const auto by_alpha = [&](V d, int n) {
+    const V safe = d > (R)1e-30 - Link::ORIGIN ? d : all((R)1 - Link::ORIGIN), beta = link.beta(n);
+    return beta * beta * (Link::ORIGIN ? safe / (safe + (R)1) - vlog1p(safe) : (R)1 - (R)1 / safe - vlog(safe));
+  };
+
+  if (Link::SPARSE && (double)pairs <= SPARSE_PAIRS * keys * L) {
+    int64_t kp, vp;
+    const R *kr = padded_rows(k, k_stride, keys, p.D, s.k_padded, kp), *vr = padded_rows(v, v_stride, keys, p.Dv, s.v_padded, vp);
+    for (int64_t j = 0; j < keys; ++j) {
+      if (!s.bits[j]) continue;
+      V ps[NV], ws[NV], alphas[NV];
+      for (int n = 0; n < NV; ++n) {
+        const V d = load(s.x + j * L + n * N);
+        if (prior)
+          link.times_prior(n, d, load(prior + j * L + n * N), ps[n], ws[n]);
+        else
+          link.at(n, d, ps[n], ws[n]);
+        if (p.row_ga) alphas[n] = by_alpha(d, n);
+      }
+      const int64_t key_at = (rows.b * p.H + rows.head[0]) * p.Tk + first + j;
+      for (uint32_t bits = s.bits[j]; bits; bits &= bits - 1) {
+        const int i = __builtin_ctz(bits), n = i / N, lane = i % N;
+        if (i >= rows.n) break;
+        const R weight = ps[n][lane], w = ws[n][lane];
+        if (!(w > 0) && !(w != w)) continue;
+        R kept = 1;
+        if (p.dropout_key) kept = rows.kept_at(p, first + j, i);
+        R u = p.grad_out ? kept * dot(r.d_out + i * Dvp, vr + j * vp, Dvp) : 0;
+        u -= r.a[n][lane];
+        if (p.grad_entropy && weight > TINY<R>) u -= r.b[n][lane] * log2_of(weight);
+        R g = w * u;
+        if (p.row_g || p.row_gs || p.row_gd || p.row_ga || p.key_g || p.key_ds || p.dense_g || p.dense_ds || p.key_mass) {
+          const R gp = weight * u, ds = g * r.inverse_tau[n][lane];
+          r.sum_g[n][lane] += g;
+          if (p.row_gs) r.sum_gs[n][lane] += g * (s.x[j * L + i] + Link::ORIGIN) / rows.c[n][lane];
+          if (p.row_gd) r.sum_gd[n][lane] += gp * distance_of(j, n)[lane];
+          if (p.row_ga) r.sum_ga[n][lane] += gp * alphas[n][lane];
+          if (p.key_g) ((R *)p.key_g)[key_at] += gp;
+          if (p.key_ds) ((R *)p.key_ds)[key_at] += ds;
+          if (p.key_mass) ((R *)p.key_mass)[key_at] += weight;
+          if (p.dense_g) ((R *)p.dense_g.data)[rows.at(p.dense_g, i) + (first + j) * p.dense_g.s3] += gp;
+          if (p.dense_ds) ((R *)p.dense_ds.data)[rows.at(p.dense_ds, i) + (first + j) * p.dense_ds.s3] += ds;
+          r.sum_gp[n][lane] += gp;
+        }
+        if (p.dv && p.grad_out) add(weight * kept, r.d_out + i * Dvp, Dvp, dv + j * Dvp);
+        if (terms.capped) g *= s.slope[j * L + i];
+        if (p.dk) add(g, r.q + i * Dp, Dp, dk + j * Dp);
+        if (p.dq) add(g, kr + j * kp, Dp, r.dq + i * Dp);
+      }
+    }
+    return;
+  }
+
+  if (p.grad_out)
+    scores<R, NV, false>(r.dot_t, v, v_stride, p.Dv, keys, s.u);
+  else
+    memset(s.u, 0, keys * L * sizeof(R));
+  const bool sums = p.row_g || p.row_gs || p.row_gd || p.row_ga || p.key_g || p.key_ds || p.dense_g || p.dense_ds || p.key_mass;
+  for (int n = 0; n < NV; ++n) {
+    const V a = r.a[n], b = r.b[n];
+    for (int64_t j = 0; j < keys; ++j) {
+      const int64_t at = j * L + n * N;
+      const V d = Link::SPARSE ? load(s.x + at) : load(s.x + at) - r.peak[n] + r.rest[n];
+      V weight, w, utility = load(s.u + at);
+      if (prior)
+        link.times_prior(n, d, load(prior + at), weight, w);
+      else
+        link.at(n, d, weight, w);
+      if (p.dropout_key) {
+        const V kept = rows.kept(p, first + j, n);
+        utility *= kept;
+        store(s.kept + at, weight * kept);
+      }
+      utility -= a;
+      if (p.grad_entropy) utility -= weight > TINY<R> ? b * ((R)LOG2E * vlog(vmax(all(TINY<R>), weight))) : V{};
+      const V g = (w == 0) ? V{} : w * utility;  // a key that is not read may hold anything
+      if (sums) {
+        const V gp = (weight == 0) ? V{} : weight * utility, ds = g * r.inverse_tau[n];
+        r.sum_g[n] += g, r.sum_gp[n] += gp;
+        if (p.row_gs) r.sum_gs[n] += w == 0 ? V{} : g * (d + Link::ORIGIN) / rows.c[n];
+        if (p.row_gd) r.sum_gd[n] += gp * distance_of(j, n);
+        if (p.row_ga) r.sum_ga[n] += weight == 0 ? V{} : gp * by_alpha(d, n);
+        R key_g = 0, key_ds = 0, key_mass = 0;
+        for (int lane = 0; lane < N && n * N + lane < rows.n; ++lane) {
+          const int i = n * N + lane;
+          key_g += gp[lane], key_ds += ds[lane], key_mass += weight[lane];
+          if (p.dense_g) ((R *)p.dense_g.data)[rows.at(p.dense_g, i) + (first + j) * p.dense_g.s3] += gp[lane];
+          if (p.dense_ds) ((R *)p.dense_ds.data)[rows.at(p.dense_ds, i) + (first + j) * p.dense_ds.s3] += ds[lane];
+        }
+        const int64_t key_at = (rows.b * p.H + rows.head[0]) * p.Tk + first + j;
+        if (p.key_g) ((R *)p.key_g)[key_at] += key_g;
+        if (p.key_ds) ((R *)p.key_ds)[key_at] += key_ds;
+        if (p.key_mass) ((R *)p.key_mass)[key_at] += key_mass;
+      }
+      store(s.x + at, weight), store(s.u + at, terms.capped && gate == PARTLY ? (w == 0 ? V{} : g * load(s.slope + at)) : terms.capped ? g * load(s.slope + at) : g);
+    }
+  }
+  if (p.dv && p.grad_out) scatter<R, L>(p.dropout_key ? s.kept : s.x, r.d_out, Dvp, keys, dv);
+  if (p.dk) scatter<R, L>(s.u, r.q, Dp, keys, dk);
+  if (p.dq)
+    each_run(live, keys, [&](int64_t from, int64_t to) {
+      gather<R, NV>(s.u + from * L, k + from * k_stride, k_stride, to - from, p.D, r.dqt);
+    });
+}
+
+}  // namespace

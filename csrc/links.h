@@ -1,0 +1,155 @@
+// Regularisers other than KL, each by its link: p = pi g(t), w = pi g'(t), t = (s - lambda)/tau.
+//
+// Tsallis: g(t) = y^beta with y = (alpha - 1) t where positive, beta = 1/(alpha - 1), and g'(t) = y^(beta - 1). The kernels
+// work in x = (alpha - 1) s/tau, measured from the row's anchor, and with the row's headroom h: y = x + h + ORIGIN.
+// ORIGIN is 1 near alpha = 1, where y is all but 1 and what counts is its distance from 1.
+// Fermi-Dirac: g is the sigmoid; x = log2(e) s/tau, and x + h is t in base 2.
+#pragma once
+#include "rows.h"
+
+namespace {
+
+// The natural logarithm of y > 0 (normal numbers): the polynomial of Cephes, one or two units in the last place.
+INLINE Vec<float> vlog(Vec<float> y) {
+  using V = Vec<float>;
+  using M = Mask<float>;
+  const M bits = (M)y - 0x3f3504f3;  // from sqrt(1/2)
+  const M exponent = bits >> 23;
+  const V f = (V)((bits & 0x7fffff) + 0x3f3504f3) - 1.0f, e = __builtin_convertvector(exponent, V), z = f * f;
+  V q = f * 7.0376836292e-2f - 1.1514610310e-1f;
+  q = q * f + 1.1676998740e-1f;
+  q = q * f - 1.2420140846e-1f;
+  q = q * f + 1.4249322787e-1f;
+  q = q * f - 1.6668057665e-1f;
+  q = q * f + 2.0000714765e-1f;
+  q = q * f - 2.4999993993e-1f;
+  q = q * f + 3.3333331174e-1f;
+  return (q * f * z + e * -2.12194440e-4f - 0.5f * z) + f + e * 0.693359375f;
+}
+INLINE Vec<double> vlog(Vec<double> y) {
+  for (int n = 0; n < Simd<double>::N; ++n) y[n] = ::log(y[n]);
+  return y;
+}
+// log(1 + d) for d > -1, exact for small d.
+INLINE Vec<float> vlog1p(Vec<float> d) {
+  const Vec<float> u = d + 1.0f;
+  return vlog(u) + (d - (u - 1.0f)) / u;
+}
+INLINE Vec<double> vlog1p(Vec<double> d) {
+  for (int n = 0; n < Simd<double>::N; ++n) d[n] = ::log1p(d[n]);
+  return d;
+}
+INLINE Vec<float> vsqrt(Vec<float> x) {
+  for (int n = 0; n < Simd<float>::N; ++n) x[n] = ::sqrtf(x[n]);
+  return x;
+}
+INLINE Vec<double> vsqrt(Vec<double> x) {
+  for (int n = 0; n < Simd<double>::N; ++n) x[n] = ::sqrt(x[n]);
+  return x;
+}
+template <class R> constexpr R TINY = sizeof(R) == 4 ? (R)1.1754943508e-38 : (R)2.2250738585072014e-308;
+template <class R> constexpr R EPS = sizeof(R) == 4 ? (R)1.1920929e-7 : (R)2.220446049250313e-16;
+// 2^t for any t: a bound above keeps the exponent's bits in place.
+template <class V> INLINE V power(V t) {
+  constexpr double most = sizeof(t[0]) == 4 ? 127 : 1023;
+  return vexp2((V)(-vmax(V{} - (decltype(t[0] + 0))most, -t)));
+}
+
+// Each link: `at` gives p and w (without the prior) at x + h; `rise` Newton's step in h that brings taken = r * mass to
+// the mass, times slope/mass, in the power of the mass in which the equation is straight (theory: the norm form).
+template <class R> struct Sparsemax {  // alpha = 2
+  using V = Vec<R>;
+  static constexpr bool SPARSE = true, CONVEX = true;
+  static constexpr R ORIGIN = 0;
+  template <int NV> Sparsemax(const Rows<R, NV> &) {}
+  INLINE void at(int, V d, V &p, V &w) const { p = vmax(V{}, d), w = d > 0 ? all((R)1) : V{}; }
+  INLINE void times_prior(int n, V d, V log_prior, V &p, V &w) const {
+    const V prior = power(log_prior);
+    at(n, d, p, w);
+    p *= prior, w = d > 0 ? w * prior : V{};
+  }
+  INLINE V rise(int, V r) const { return (R)1 - r; }
+  INLINE V headroom(int, V mass) const { return mass; }  // y where p = mass
+  INLINE V beta(int) const { return all((R)1); }
+};
+
+template <class R> struct Entmax {  // alpha = 1.5
+  using V = Vec<R>;
+  static constexpr bool SPARSE = true, CONVEX = true;
+  static constexpr R ORIGIN = 0;
+  template <int NV> Entmax(const Rows<R, NV> &) {}
+  INLINE void at(int, V d, V &p, V &w) const { w = vmax(V{}, d), p = w * w; }
+  INLINE void times_prior(int n, V d, V log_prior, V &p, V &w) const {
+    const V prior = power(log_prior);
+    at(n, d, p, w);
+    p = w > 0 ? p * prior : V{}, w = w > 0 ? w * prior : V{};
+  }
+  INLINE V rise(int, V r) const {
+    const V f = vsqrt(r);
+    return ((R)1 - f) * f;
+  }
+  INLINE V headroom(int, V mass) const { return vsqrt(mass); }
+  INLINE V beta(int) const { return all((R)2); }
+};
+
+// Any alpha; its value may differ from row to row.
+template <class R, int FROM> struct Power {
+  using V = Vec<R>;
+  static constexpr bool SPARSE = true, CONVEX = false;
+  static constexpr R ORIGIN = FROM;
+  V beta_[3], inverse[3];
+  template <int NV> Power(const Rows<R, NV> &rows) {
+    for (int n = 0; n < NV; ++n)
+      for (int i = 0; i < Simd<R>::N; ++i)
+        inverse[n][i] = rows.alpha[n * Simd<R>::N + i] - 1, beta_[n][i] = 1 / inverse[n][i];
+  }
+  INLINE Mask<R> inside(V d) const { return d > (ORIGIN ? (R)-1 + EPS<R> / 2 : TINY<R>); }
+  INLINE V log2_y(V d, Mask<R> in) const {
+    return (R)LOG2E * (ORIGIN ? vlog1p(in ? d : V{}) : vlog(in ? d : all((R)1)));
+  }
+  INLINE void at(int n, V d, V &p, V &w) const { times_prior(n, d, V{}, p, w); }
+  INLINE void times_prior(int n, V d, V log_prior, V &p, V &w) const {  // in one exponential each: y^beta may be anything
+    const Mask<R> in = inside(d) & (log_prior > -INF<R>);
+    const V log_y = log2_y(d, in), log_p = beta_[n] * log_y + log_prior;
+    p = in ? power(log_p) : V{};
+    w = in ? power(log_p - log_y) : V{};
+  }
+  INLINE V rise(int n, V r) const {
+    const V f = power(inverse[n] * (R)LOG2E * vlog(vmax(all(TINY<R>), r)));
+    return ((R)1 - f) * r / f;
+  }
+  INLINE V headroom(int n, V mass) const {
+    const V y = power(inverse[n] * (R)LOG2E * vlog(mass));
+    return ORIGIN ? y - (R)1 : y;
+  }
+  INLINE V beta(int n) const { return beta_[n]; }
+};
+
+template <class R> struct Sigmoid {
+  using V = Vec<R>;
+  static constexpr bool SPARSE = false, CONVEX = false;
+  static constexpr R ORIGIN = 0;
+  template <int NV> Sigmoid(const Rows<R, NV> &) {}
+  INLINE void at(int n, V t, V &p, V &w) const { times_prior(n, t, V{}, p, w); }
+  INLINE void times_prior(int, V t, V log_prior, V &p, V &w) const {
+    const V below = -vmax(V{}, -t), e = vexp2(below - vmax(V{}, t)), q = (R)1 / ((R)1 + e);  // e = 2^-|t|
+    p = t > -INF<R> ? power(below + log_prior) * q : V{};
+    w = p * (t > 0 ? e * q : q);
+  }
+  INLINE V rise(int, V r) const { return r; }
+  INLINE V headroom(int, V mass) const { return mass; }
+  INLINE V beta(int) const { return all((R)1); }
+};
+
+// f(link type's tag) with the link that the call's alpha asks for.
+template <class L> struct Tag {
+  using Link = L;
+};
+template <class R, class F> void with_link(const Problem &p, F f) {
+  if (p.family == regard::FERMI_DIRAC) return f(Tag<Sigmoid<R>>());
+  if (!p.alpha && p.alpha_value == 2) return f(Tag<Sparsemax<R>>());
+  if (!p.alpha && p.alpha_value == 1.5) return f(Tag<Entmax<R>>());
+  return p.centred ? f(Tag<Power<R, 1>>()) : f(Tag<Power<R, 0>>());
+}
+
+}  // namespace

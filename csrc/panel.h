@@ -1,0 +1,612 @@
+// Forward, regularisers with a link (links.h): the row's price must be found before a weight is known.
+//
+//   for each block of L rows (lanes):
+//     x <- Q K^T of all keys that some row may read, as one panel [keys][L] (a thread's own: O(T) memory)
+//     h <- Newton's method on what the keys take at headroom h, all rows at once. After each pass over the panel: if few
+//          weights are left, each row's candidates move to the top of its lane, and the panel is as short as the longest list
+//     p <- weights, with all statistics, and w, the weights of the gradient's centre
+//     O <- P^T V: a product where the panel is whole, a sum over each row's list where it was packed
+// Free marginals know their price: there the panel is one block of keys, and there is no search.
+#pragma once
+#include "forward.h"
+#include "links.h"
+
+namespace {
+
+// A row's weights are kept in a list where at most this share of the keys has some: below it a sum over the list is
+// faster than a product with every key.
+constexpr double SPARSE_SHARE = 0.2;
+
+struct Reading {  // what a call wants besides output and price
+  bool entropy, moments, energy, collision, top, support, admissible, first, spread, drop, prior_mass, log_prior, soft;
+  bool tilt, tilt_log;
+  Reading(const Problem &p, const Terms &terms) {
+    const bool fermi = p.family == regard::FERMI_DIRAC;
+    tilt = p.tilt, tilt_log = p.tilt_log;
+    entropy = p.entropy || p.kl || tilt_log, moments = p.score_variance || p.cost, energy = p.free_energy && !fermi;
+    soft = p.free_energy && fermi, collision = p.collision, top = p.max_weight;
+    support = p.support && !fermi, admissible = (p.support && fermi) || (p.kl && !terms.prior);
+    first = p.first_key_mass, spread = p.spread, drop = (bool)p.dropout_key;
+    prior_mass = terms.prior && p.kl, log_prior = terms.prior && p.kl;
+  }
+};
+
+// Sums over a row's keys.
+template <class R, int NV> struct Ledger {
+  using V = Vec<R>;
+  V anchor[NV], best[NV];       // x of the key that would pay most alone, and what it would pay
+  V top[NV], h[NV];             // the largest x; the headroom
+  V mass[NV], slope[NV];        // sums of p and w
+  V plog[NV], wlog[NV];         // of p log p and w log p
+  V y1[NV], y2[NV], energy[NV]; // of p x, p x^2 (x from the reference), p y
+  V reference[NV];              // where x is measured from: the anchor; free rows, the largest x so far
+  V collision[NV], heaviest[NV], support[NV], admissible[NV], first[NV], spread[NV], soft[NV];
+  V prior_top[NV], prior_sum[NV], log_prior[NV];
+};
+
+template <class R, int NV> struct Sheet {  // a thread's panels for one block of rows
+  static constexpr int L = Simd<R>::N * NV;
+  R *x, *prior, *w, *bias, *spare, *gate, *k_spare, *v_spare, *qt, *ot, *tilt_t, *sums;
+  int32_t *index;  // of keys, where the panel was packed
+  int32_t length[L];
+  uint8_t *live;
+  struct Segment {
+    int64_t first, keys, at;  // keys first ... first + keys - 1 are the panel's rows from `at`
+    bool partly;
+  } *segments;
+  int64_t n_segments, rows;
+};
+
+template <class R, int NV> struct PanelCut {
+  static constexpr int L = Simd<R>::N * NV;
+  Cut<R, NV> cut;
+  int64_t blocks, span;
+  explicit PanelCut(const Problem &p) : cut(p) {
+    blocks = (cut.rows + L - 1) / L;
+    span = p.Tk;
+    if (p.left + p.right < p.Tk) span = least(span, most((int64_t)1, p.left + p.right + 1 + (cut.packed ? p.Tq : L)));
+    if (p.marginal == regard::FREE) span = least(span, KEY_BLOCK);
+  }
+  int64_t packed_rows() const { return span / 3 + 1; }
+  int64_t segments() const { return span / KEY_BLOCK + 2; }
+  int64_t thread_bytes(const Problem &p) const {
+    const int64_t prior = p.family != regard::KL ? span : 0;
+    const int64_t numbers = L * (span + prior + 4 * KEY_BLOCK + p.D + 2 * p.Dv) + KEY_BLOCK * (p.D + p.Dv) + 2 * padded_value(p);
+    const int64_t packed = p.marginal == regard::FREE ? 0 : packed_rows() * L;
+    return (numbers * (int64_t)sizeof(R) + packed * (int64_t)(sizeof(int32_t) + sizeof(R)) + span + (int64_t)sizeof(Sheet<R, NV>) +
+            segments() * (int64_t)sizeof(typename Sheet<R, NV>::Segment) + (int64_t)sizeof(Rows<R, NV>) +
+            (int64_t)sizeof(Ledger<R, NV>) + 64 * 20) / 64 * 64 + 64;
+  }
+  static int64_t padded_value(const Problem &p) { return (p.Dv + 63) / 64 * 64; }
+  int64_t bytes(const Problem &p) const { return p.threads * thread_bytes(p) + 128; }
+
+  Sheet<R, NV> sheet(const Problem &p, const Terms &terms, Arena &arena) const {
+    Sheet<R, NV> s;
+    s.x = arena.take<R>(span * L);
+    s.prior = terms.prior ? arena.take<R>(span * L) : nullptr;
+    const bool lists = p.marginal != regard::FREE;
+    s.w = arena.take<R>(lists ? most(KEY_BLOCK, packed_rows()) * L : KEY_BLOCK * L);
+    s.index = lists ? arena.take<int32_t>(packed_rows() * L) : nullptr;
+    s.bias = arena.take<R>(KEY_BLOCK * L), s.spare = arena.take<R>(KEY_BLOCK * L), s.gate = arena.take<R>(KEY_BLOCK * L);
+    s.k_spare = arena.take<R>(KEY_BLOCK * p.D), s.v_spare = arena.take<R>(KEY_BLOCK * p.Dv);
+    s.qt = arena.take<R>(L * p.D), s.ot = arena.take<R>(L * p.Dv), s.tilt_t = arena.take<R>(L * p.Dv);
+    s.sums = arena.take<R>(2 * padded_value(p));
+    s.live = arena.take<uint8_t>(span);
+    s.segments = arena.take<typename Sheet<R, NV>::Segment>(segments());
+    return s;
+  }
+};
+
+// What a row's keys take at headroom h, over the first `rows` of the panel: sums of p and w, and how many take something.
+// `from`: subtracted from x, for good, if given.
+template <class R, int NV, class Link, bool PRIOR, bool FIRST>
+void take(const Link &link, int64_t rows, R *x, const R *prior, const Vec<R> *from, const Vec<R> *h, Vec<R> *taken,
+          Vec<R> *slope, Vec<R> *count) {
+  using V = Vec<R>;
+  constexpr int N = Simd<R>::N, L = N * NV;
+  for (int n = 0; n < NV; ++n) {
+    V p_sum = {}, w_sum = {}, headroom = h[n];
+    Mask<R> some = {};
+    const V shift = FIRST ? from[n] : V{};
+    for (int64_t j0 = 0; j0 < rows; j0 += 64) {  // in pieces, for shorter chains of rounding
+      V p_part = {}, w_part = {};
+      const int64_t j1 = least(rows, j0 + 64);
+      for (int64_t j = j0; j < j1; ++j) {
+        V d = load(x + j * L + n * N);
+        if (FIRST) d -= shift, store(x + j * L + n * N, d);
+        V p, w;
+        if (PRIOR)
+          link.times_prior(n, d + headroom, load(prior + j * L + n * N), p, w);
+        else
+          link.at(n, d + headroom, p, w);
+        p_part += p, w_part += w;
+        some -= (Mask<R>)(p > 0);
+      }
+      p_sum += p_part, w_sum += w_part;
+    }
+    taken[n] = p_sum, slope[n] = w_sum, count[n] = __builtin_convertvector(some, V);
+  }
+}
+
+// Move each row's candidates (p > 0) to the top of its lane, with their keys; lanes are filled up with nothing.
+template <class R, int NV, class Link> void pack(const Link &link, Sheet<R, NV> &s, const Vec<R> *h, int64_t room) {
+  using V = Vec<R>;
+  constexpr int N = Simd<R>::N, L = N * NV;
+  R bound[L];
+  for (int i = 0; i < L; ++i) bound[i] = -Link::ORIGIN - h[i / N][i % N], s.length[i] = 0;
+  V bounds[NV];
+  for (int n = 0; n < NV; ++n) bounds[n] = load(bound + n * N);
+  for (int64_t g = 0; g < s.n_segments; ++g) {
+    const auto &segment = s.segments[g];
+    for (int64_t j = 0; j < segment.keys; ++j) {
+      const int64_t row = segment.at + j;
+      const R *x = s.x + row * L;
+      uint64_t bits = 0;
+      for (int n = 0; n < NV; ++n) {
+        Mask<R> some = load(x + n * N) > bounds[n];
+        if (s.prior && any(some)) {
+          V p, w;
+          link.times_prior(n, load(x + n * N) + h[n], load(s.prior + row * L + n * N), p, w);
+          some = p > 0;
+        }
+        bits |= (uint64_t)lanes_of(some) << (n * N);
+      }
+      for (; bits; bits &= bits - 1) {
+        const int i = __builtin_ctzll(bits);
+        const int64_t to = (int64_t)s.length[i] * L + i;
+        if (s.length[i] >= room) continue;  // cannot be, but for thousands of keys within rounding of the edge
+        ++s.length[i];
+        s.x[to] = x[i], s.index[to] = (int32_t)(segment.first + j);
+        if (s.prior) s.prior[to] = s.prior[row * L + i];
+      }
+    }
+  }
+  s.rows = 0;
+  for (int i = 0; i < L; ++i) s.rows = most(s.rows, (int64_t)s.length[i]);
+  for (int i = 0; i < L; ++i)
+    for (int64_t k = s.length[i]; k < s.rows; ++k) {
+      s.x[k * L + i] = -INF<R>, s.index[k * L + i] = 0;
+      if (s.prior) s.prior[k * L + i] = 0;
+    }
+}
+
+// The headroom of each row. Returns whether the panel was packed.
+template <class R, int NV, class Link>
+bool search(const Problem &p, const Rows<R, NV> &rows, const Link &link, Sheet<R, NV> &s, Ledger<R, NV> &ledger) {
+  using V = Vec<R>;
+  using M = Mask<R>;
+  constexpr int N = Simd<R>::N, L = N * NV;
+  V low[NV], high[NV], null_x[NV], width[NV], rho[NV];
+  M done[NV];
+  const bool sink = p.marginal == regard::SINK, relax = p.marginal == regard::RELAX;
+  const bool convex = Link::CONVEX && !relax;
+  for (int n = 0; n < NV; ++n) {
+    V level;
+    for (int i = 0; i < N; ++i) level[i] = rows.level[n * N + i];
+    rho[n] = level;
+    V &anchor = ledger.anchor[n], top = ledger.top[n];
+    const V room = link.headroom(n, all((R)p.mass));
+    V h = anchor - ledger.best[n] - Link::ORIGIN;  // the best key alone takes the mass
+    if (!s.prior) h = room;
+    if (sink) {
+      const V null = level * rows.c[n];
+      const M better = null - room - Link::ORIGIN > ledger.best[n];
+      anchor = better ? null : anchor, h = better ? room : h, top = vmax(top, null);
+      null_x[n] = null;
+    }
+    const M idle = anchor == -INF<R>;
+    anchor = idle ? V{} : anchor;
+    if (sink) null_x[n] -= anchor;
+    low[n] = anchor - top - Link::ORIGIN, high[n] = relax ? all(INF<R>) : h;
+    low[n] = idle ? V{} : low[n];
+    width[n] = all((R)16) * (s.prior ? h + (R)1 : all((R)1));
+    ledger.h[n] = idle ? all(-INF<R>) : h;
+    done[n] = idle;
+  }
+  bool packed = false;
+  for (int iteration = 0; iteration < 100; ++iteration) {
+    V taken[NV], slope[NV], count[NV];
+    const auto sum = [&](auto prior, auto first) {
+      take<R, NV, Link, decltype(prior)::value, decltype(first)::value>(link, s.rows, s.x, s.prior, ledger.anchor, ledger.h,
+                                                                        taken, slope, count);
+    };
+    if (s.prior)
+      iteration ? sum(Count<1>(), Count<0>()) : sum(Count<1>(), Count<1>());
+    else
+      iteration ? sum(Count<0>(), Count<0>()) : sum(Count<0>(), Count<1>());
+    bool settled = true, above = true;
+    R total = 0, longest = 0;
+    V bound[NV];  // the headroom that the search will not exceed again
+    for (int n = 0; n < NV; ++n) {
+      const V h = ledger.h[n];
+      for (int i = 0; i < N; ++i) total += count[n][i], longest = most(longest, (R)count[n][i]);
+      if (sink) {
+        V p0, w0;
+        link.at(n, null_x[n] + h, p0, w0);
+        taken[n] += p0, slope[n] += w0;
+      }
+      V target = all((R)p.mass), step;
+      if (relax) {
+        const V dual = (ledger.anchor[n] - h - Link::ORIGIN) / rows.c[n], inside = (R)1 / (rows.c[n] * rho[n]);
+        target = power((R)LOG2E * dual / rho[n]);
+        const V ratio = taken[n] / target;
+        step = -vlog(vmax(all(TINY<R>), ratio)) / (link.beta(n) * slope[n] / taken[n] + inside);
+      } else {
+        step = link.rise(n, taken[n] / target) * target / slope[n];
+      }
+      const V ratio = taken[n] / target, away = ratio - (R)1, distance = away < 0 ? -away : away;
+      above &= !any((ratio < (R)1) & ~done[n]);
+      low[n] = (ratio <= (R)1) & (h > low[n]) ? h : low[n];
+      high[n] = (ratio >= (R)1) & (h < high[n]) ? h : high[n];
+      V next = h + step;
+      // One more step squares a distance this small, where the equation is straight; else go on until nothing moves.
+      const V size = h < 0 ? -h : h, moved = step < 0 ? -step : step;
+      M last = distance < (convex ? (sizeof(R) == 4 ? (R)3e-5 : (R)1e-8) : (R)2 * EPS<R>);
+      last |= ((moved <= EPS<R> * size) & (distance < (R)1e-3)) | (ratio != ratio);
+      const M bad = ~((next > low[n]) & (next < high[n])) & ~last;
+      const V outward = h + width[n], middle = low[n] * (R)0.5 + high[n] * (R)0.5;
+      const M open = high[n] == INF<R>;
+      width[n] = bad & open ? width[n] * (R)4 : width[n];
+      const M shut = ~open & (high[n] - low[n] <= (R)2 * EPS<R> * size);
+      next = bad ? (open ? outward : middle) : next;
+      next = (shut & bad) ? h : next;
+      if (!convex && iteration >= 30 && iteration % 2) next = (open | last) ? next : middle;
+      // From above, a convex equation's steps stay above; others may come back. A little more, for rounding.
+      bound[n] = (next < h) & ~done[n] & (convex ? ~M{} : M{}) ? next : h;
+      bound[n] += (R)8 * EPS<R> * (size + Link::ORIGIN);
+      ledger.h[n] = done[n] ? h : next;
+      done[n] |= last | shut;
+      settled &= !any(~done[n]);
+    }
+    if (settled) break;
+    if (!packed && above && total <= (R)SPARSE_SHARE * s.rows * rows.n && 4 * longest <= s.rows && s.rows > 2 * L && !relax) {
+      pack<R, NV, Link>(link, s, bound, s.rows / 3);
+      packed = true;
+    }
+  }
+  return packed;
+}
+
+// Final weights of `keys` panel rows, in place, with the statistics; w apart if the gradient's centre is wanted.
+// Row j is key first + j, or where `index` is given, in each lane its own.
+template <class R, int NV, class Link>
+void weigh_link(const Problem &p, const Reading &want, const Rows<R, NV> &rows, const Link &link, Ledger<R, NV> &ledger,
+                int64_t first, const int32_t *index, int64_t keys, R *x, const R *prior, R *w_panel) {
+  using V = Vec<R>;
+  constexpr int N = Simd<R>::N, L = N * NV;
+  const R *squares = (const R *)p.squares.data + p.squares.s0 * rows.b + p.squares.s1 * rows.kv;
+  for (int n = 0; n < NV; ++n) {
+    const V h = ledger.h[n], reference = ledger.reference[n];
+    V mass = {}, slope = {};
+    const bool logs = want.entropy;
+    for (int64_t j = 0; j < keys; ++j) {
+      R *at = x + j * L + n * N;
+      const V d = load(at);
+      V w, q;
+      if (prior)
+        link.times_prior(n, d + h, load(prior + j * L + n * N), q, w);
+      else
+        link.at(n, d + h, q, w);
+      mass += q, slope += w;
+      if (want.moments) {
+        const V away = q > 0 ? d - reference : V{};
+        ledger.y1[n] += q * away, ledger.y2[n] += q * away * away;
+      }
+      if (want.energy) ledger.energy[n] += q > 0 ? q * (d + h + Link::ORIGIN) : V{};
+      if (want.soft) {
+        const V t = d + h, over = vmax(V{}, t), e = vexp2(-vmax(t, -t));
+        const V soft = over + (R)LOG2E * vlog1p(e);
+        const V one = prior ? soft * power(load(prior + j * L + n * N)) : soft;
+        ledger.soft[n] += t > -INF<R> ? one : V{};
+      }
+      if (logs) {
+        const V log_p = q > TINY<R> ? vlog(vmax(all(TINY<R>), q)) : V{};
+        ledger.plog[n] += q * log_p;
+        if (want.tilt_log) ledger.wlog[n] += w * log_p;
+      }
+      if (want.log_prior) ledger.log_prior[n] += q > 0 ? q * load(prior + j * L + n * N) : V{};
+      store(at, q);
+      if (w_panel) store(w_panel + j * L + n * N, w);
+    }
+    ledger.mass[n] += mass, ledger.slope[n] += slope;
+    if (want.collision)
+      for (int64_t j = 0; j < keys; ++j) ledger.collision[n] += load(x + j * L + n * N) * load(x + j * L + n * N);
+    if (want.top)
+      for (int64_t j = 0; j < keys; ++j) ledger.heaviest[n] = vmax(ledger.heaviest[n], load(x + j * L + n * N));
+    if (want.support)
+      for (int64_t j = 0; j < keys; ++j) ledger.support[n] -= __builtin_convertvector(load(x + j * L + n * N) > 0, V);
+    if (want.first && keys) {  // lists are in order of the keys
+      for (int i = 0; i < N; ++i)
+        if (index ? index[n * N + i] == 0 : first == 0) ledger.first[n][i] = x[n * N + i];
+    }
+    if (want.spread)
+      for (int64_t j = 0; j < keys; ++j) {
+        V square;
+        for (int i = 0; i < N; ++i) square[i] = squares[index ? (int64_t)index[j * L + n * N + i] : first + j];
+        ledger.spread[n] += load(x + j * L + n * N) * square;
+      }
+    if (want.drop)
+      for (int64_t j = 0; j < keys; ++j)
+        for (int i = 0; i < N; ++i) {
+          const int64_t at = j * L + n * N + i;
+          const R kept = rows.kept_at(p, index ? (int64_t)index[at] : first + j, n * N + i);
+          x[at] *= kept;
+          if (w_panel) w_panel[at] *= kept;
+        }
+  }
+}
+
+// to[d] = sum over a row's list of p v (and of w v): each value's row once for both.
+template <class R, bool TILT>
+void sum_list(const R *p, const R *w, const int32_t *index, int64_t step, int64_t n, const R *v, int64_t stride, int64_t Dv,
+              R *to, R *tilt) {
+  constexpr int N = Simd<R>::N, U = 4;
+  using V = Vec<R>;
+  int64_t d = 0;
+  for (; d + U * N <= Dv; d += U * N) {
+    V a[U] = {}, b[U] = {};
+    for (int64_t k = 0; k < n; ++k) {
+      const R *row = v + index[k * step] * stride + d;
+      if (k + 4 < n && d == 0)
+        for (int64_t ahead = 0; ahead < Dv; ahead += 64 / (int64_t)sizeof(R))
+          __builtin_prefetch(v + index[(k + 4) * step] * stride + ahead);
+      const V x = all(p[k * step]), y = TILT ? all(w[k * step]) : V{};
+#pragma GCC unroll 8
+      for (int u = 0; u < U; ++u) {
+        const V value = load(row + u * N);
+        a[u] += x * value;
+        if (TILT) b[u] += y * value;
+      }
+    }
+    for (int u = 0; u < U; ++u) {
+      store(to + d + u * N, a[u]);
+      if (TILT) store(tilt + d + u * N, b[u]);
+    }
+  }
+  for (; d < Dv; ++d) {
+    R a = 0, b = 0;
+    for (int64_t k = 0; k < n; ++k) {
+      const R value = v[index[k * step] * stride + d];
+      a += p[k * step] * value;
+      if (TILT) b += w[k * step] * value;
+    }
+    to[d] = a;
+    if (TILT) tilt[d] = b;
+  }
+}
+
+// From sums to results, one row at a time: statistics.py's definitions.
+template <class R, int NV, class Link>
+void finish_link(const Problem &p, const Terms &terms, const Reading &want, const Rows<R, NV> &rows, const Link &link,
+                 const Ledger<R, NV> &ledger, R *share, R *tilt_share) {
+  constexpr int N = Simd<R>::N;
+  using V = Vec<R>;
+  for (int i = 0; i < rows.n; ++i) {
+    const int n = i / N, lane = i % N;
+    const int64_t at = rows.flat(p, i);
+    const R tau = rows.temperature[i], level = rows.level[i], c = rows.c[n][lane], alpha = rows.alpha[i];
+    const R anchor = ledger.anchor[n][lane], h = ledger.h[n][lane], mass = ledger.mass[n][lane];
+    const bool free = p.marginal == regard::FREE, sink = p.marginal == regard::SINK, relax = p.marginal == regard::RELAX;
+    const bool some = free || h > -INF<R> || h != h, keys = ledger.top[n][lane] > -INF<R> || ledger.top[n][lane] != ledger.top[n][lane];
+    R null = 0, null_w = 0, null_x = 0;
+    if (sink) {
+      V p0, w0;
+      null_x = level * c - anchor;
+      link.at(n, all(null_x + h), p0, w0);
+      null = p0[lane], null_w = w0[lane];
+    }
+    const R dual = !some ? -INF<R> : free ? -level : (anchor - h - Link::ORIGIN) / c;
+    // What rounding of the price left over is shared in proportion.
+    const R all_mass = mass + null;
+    const R scale = (free || relax || !(all_mass > 0)) ? 1 : (R)p.mass / all_mass;
+    share[i] = scale;
+    put(p.dual, at, dual);
+    put(p.peak, at, some ? anchor : -INF<R>), put(p.rest, at, h);
+    put(p.mass_sent, at, mass * scale);
+    R kappa = 0;
+    if (relax && some) kappa = tau * exp_of(dual / level) / level;
+    const R slope = ledger.slope[n][lane] + null_w + kappa;
+    tilt_share[i] = slope > 0 ? 1 / slope : 0;
+    const R total = all_mass > 0 ? all_mass : 1;
+    R entropy = 0;
+    if (want.entropy && all_mass > 0) {
+      const R log_null = null > 0 ? log_of(null) : 0, log_total = log_of(total);
+      entropy = log_total - (ledger.plog[n][lane] + null * log_null) / total;
+      const R negative = -entropy;
+      entropy = entropy < 0 ? 0 : entropy;
+      put(p.entropy, at, entropy);
+      if (want.tilt_log) {
+        const R w_sum = ledger.slope[n][lane] + null_w;
+        put(p.tilt_log, at, (ledger.wlog[n][lane] + null_w * log_null + (entropy - log_total) * w_sum) * tilt_share[i]);
+      }
+      if (p.kl) {
+        R prior_mass = ledger.admissible[n][lane], log_prior_mass = log_of(prior_mass);
+        if (terms.prior) log_prior_mass = (R)LN2 * (ledger.prior_top[n][lane] + log2_of(ledger.prior_sum[n][lane]));
+        if (sink) log_prior_mass = keys ? log_of(exp_of(log_prior_mass) + 1) : 0;
+        const R kl = negative - (R)LN2 * ledger.log_prior[n][lane] / total + log_prior_mass;
+        put(p.kl, at, kl < 0 ? 0 : kl);
+      }
+    } else {
+      put(p.entropy, at, (R)0), put(p.tilt_log, at, (R)0), put(p.kl, at, (R)0);
+    }
+    const R y1 = ledger.y1[n][lane], reference = ledger.reference[n][lane];
+    if (p.score_variance) {
+      const R away = sink ? null_x - reference : 0, mean = (y1 + null * away) / total;
+      const R variance = (ledger.y2[n][lane] + null * away * away) / total - mean * mean;
+      put(p.score_variance, at, all_mass > 0 && !(variance < 0) ? variance / (c * c * tau * tau) : 0);
+    }
+    put(p.cost, at, mass > 0 ? -scale * (y1 + (anchor + reference) * mass) / c : 0);
+    if (p.free_energy) {
+      R value;
+      if (p.family == regard::FERMI_DIRAC) {
+        value = tau * (R)LN2 * ledger.soft[n][lane];
+      } else {
+        R energy = ledger.energy[n][lane];
+        if (null > 0) energy += null * (null_x + h + Link::ORIGIN);
+        value = tau / alpha * energy;  // of the dual: there the price's own error hardly counts
+        if (relax) value += level * ((some ? exp_of(dual / level) : 0) - 1);
+        if (sink || p.marginal == regard::ROWS) value += (R)p.mass * dual;
+      }
+      put(p.free_energy, at, value);
+    }
+    put(p.max_scores, at, keys ? ledger.top[n][lane] / c : -INF<R>);
+    put(p.max_weight, at, scale * most((R)ledger.heaviest[n][lane], null));
+    put(p.collision, at, scale * scale * (ledger.collision[n][lane] + null * null));
+    put(p.support, at, p.family == regard::FERMI_DIRAC ? ledger.admissible[n][lane] : ledger.support[n][lane]);
+    put(p.first_key_mass, at, scale * ledger.first[n][lane]);
+    put(p.spread, at, scale * ledger.spread[n][lane]);
+  }
+}
+
+// One block of rows, from queries to results.
+template <class R, int NV, class Link>
+void attend_link(const Problem &p, const Terms &terms, const Reading &want, const Rows<R, NV> &rows, Sheet<R, NV> &s,
+                 Ledger<R, NV> &ledger) {
+  using V = Vec<R>;
+  using M = Mask<R>;
+  constexpr int N = Simd<R>::N, L = N * NV;
+  const Link link(rows);
+  const bool free = p.marginal == regard::FREE;
+  memset((void *)&ledger, 0, sizeof ledger);
+  memset(s.ot, 0, L * p.Dv * sizeof(R)), memset(s.tilt_t, 0, L * p.Dv * sizeof(R));
+  for (int n = 0; n < NV; ++n) {
+    ledger.anchor[n] = ledger.best[n] = ledger.top[n] = ledger.prior_top[n] = all(-INF<R>);
+    if (free)
+      for (int i = 0; i < N; ++i)
+        ledger.anchor[n][i] = 0, ledger.h[n][i] = rows.level[n * N + i] * rows.c[n][i] - Link::ORIGIN;
+  }
+  rows.transpose(p.query, p.D, s.qt, [&](int i) { return rows.factor(p, terms, i); });
+  s.rows = s.n_segments = 0;
+  const auto ship = [&](const typename Sheet<R, NV>::Segment &segment) {  // weigh, and P^T V
+    R *x = s.x + segment.at * L;
+    const R *prior = s.prior ? s.prior + segment.at * L : nullptr;
+    weigh_link<R, NV, Link>(p, want, rows, link, ledger, segment.first, nullptr, segment.keys, x, prior, want.tilt ? s.w : nullptr);
+    if (!p.out) return;
+    int64_t stride;
+    const R *v = as_rows(p.value, rows.b, rows.kv, segment.first, segment.keys, p.Dv, s.v_spare, stride);
+    each_run(segment.partly ? s.live + segment.at : nullptr, segment.keys, [&](int64_t from, int64_t to) {
+      gather<R, NV>(x + from * L, v + from * stride, stride, to - from, p.Dv, s.ot);
+      if (want.tilt) gather<R, NV>(s.w + from * L, v + from * stride, stride, to - from, p.Dv, s.tilt_t);
+    });
+  };
+  for (int64_t first = rows.lo; first < rows.hi; first += KEY_BLOCK) {
+    const int64_t keys = least(KEY_BLOCK, rows.hi - first);
+    R *x = s.x + s.rows * L, *gate = s.prior ? s.prior + s.rows * L : s.gate;
+    const Gate open = open_gate(p, terms, rows, first, keys, gate, s.bias, s.spare, s.live + s.rows);
+    if (open == CLOSED) continue;
+    int64_t stride;
+    const R *k = as_rows(p.key, rows.b, rows.kv, first, keys, p.D, s.k_spare, stride);
+    const bool plain = open == OPEN && terms.folded;
+    if (plain) {
+      scores<R, NV, true>(s.qt, k, stride, p.D, keys, x, ledger.top);
+    } else {
+      scores<R, NV, false>(s.qt, k, stride, p.D, keys, x);
+      if (open == PARTLY || !terms.folded)
+        dress(p, terms, rows, keys, x, open == PARTLY ? gate : nullptr, s.bias, (R *)nullptr, (R *)nullptr);
+      for (int n = 0; n < NV; ++n)
+        for (int64_t j = 0; j < keys; ++j) ledger.top[n] = vmax(ledger.top[n], load(x + j * L + n * N));
+    }
+    for (int n = 0; n < NV; ++n) {
+      if (s.prior && !free) {  // the key that would pay most: not the one of the largest score
+        for (int64_t j = 0; j < keys; ++j) {
+          const V at = load(x + j * L + n * N), log_prior = load(gate + j * L + n * N);
+          const V room = power(((R)LOG2E * vlog(all((R)p.mass)) - log_prior) / link.beta(n));
+          const V price = at == -INF<R> ? at : vmax(all(LOWEST<R>), at - room);
+          const M better = price > ledger.best[n];
+          ledger.best[n] = better ? price : ledger.best[n], ledger.anchor[n] = better ? at : ledger.anchor[n];
+        }
+      }
+      if (want.admissible)
+        for (int64_t j = 0; j < keys; ++j) ledger.admissible[n] -= __builtin_convertvector(load(x + j * L + n * N) > -INF<R>, V);
+      if (want.prior_mass) {
+        V top = ledger.prior_top[n];
+        for (int64_t j = 0; j < keys; ++j) top = vmax(top, load(gate + j * L + n * N));
+        const V safe = top == -INF<R> ? V{} : top;
+        ledger.prior_sum[n] *= vexp2(ledger.prior_top[n] - safe), ledger.prior_top[n] = top;
+        for (int64_t j = 0; j < keys; ++j) ledger.prior_sum[n] += vexp2(load(gate + j * L + n * N) - safe);
+      }
+    }
+    const typename Sheet<R, NV>::Segment segment = {first, keys, s.rows, open == PARTLY};
+    if (free) {
+      if (want.moments)
+        for (int n = 0; n < NV; ++n) {
+          const V to = ledger.top[n] == -INF<R> ? V{} : ledger.top[n], shift = ledger.reference[n] - to;
+          ledger.y2[n] += shift * ((R)2 * ledger.y1[n] + shift * ledger.mass[n]);
+          ledger.y1[n] += shift * ledger.mass[n], ledger.reference[n] = to;
+        }
+      ship(segment);
+    } else {
+      s.segments[s.n_segments++] = segment;
+      s.rows += keys;
+    }
+  }
+  bool packed = false;
+  if (!free) {
+    if (!s.prior)
+      for (int n = 0; n < NV; ++n) {
+        ledger.anchor[n] = ledger.top[n];
+        ledger.best[n] = ledger.top[n] - link.headroom(n, all((R)p.mass)) - Link::ORIGIN;
+      }
+    packed = search<R, NV, Link>(p, rows, link, s, ledger);
+    if (packed)
+      weigh_link<R, NV, Link>(p, want, rows, link, ledger, 0, s.index, s.rows, s.x, s.prior, want.tilt ? s.w : nullptr);
+    else
+      for (int64_t g = 0; g < s.n_segments; ++g) ship(s.segments[g]);
+  }
+  R share[L], tilt_share[L];
+  finish_link<R, NV, Link>(p, terms, want, rows, link, ledger, share, tilt_share);
+  if (!p.out) return;
+  R *out[L], *tilt[L];
+  for (int i = 0; i < rows.n; ++i)
+    out[i] = (R *)p.out + rows.flat(p, i) * p.Dv, tilt[i] = (R *)p.tilt + rows.flat(p, i) * p.Dv;
+  if (!packed) {
+    to_rows(s.ot, L, share, rows.n, p.Dv, out);
+    if (want.tilt) to_rows(s.tilt_t, L, tilt_share, rows.n, p.Dv, tilt);
+    return;
+  }
+  const Tensor &value = p.value;
+  const bool as_is = value.type == p.compute && (value.s3 == 1 || p.Dv == 1);
+  const int64_t base = value.s0 * rows.b + value.s1 * rows.kv;
+  for (int i = 0; i < rows.n; ++i) {
+    const R *weights = s.x + i, *slopes = s.w + i;
+    const int32_t *index = s.index + i;
+    if (as_is && want.tilt)
+      sum_list<R, true>(weights, slopes, index, L, s.length[i], (const R *)value.data + base, value.s2, p.Dv, out[i], tilt[i]);
+    else if (as_is)
+      sum_list<R, false>(weights, slopes, index, L, s.length[i], (const R *)value.data + base, value.s2, p.Dv, out[i], nullptr);
+    else {
+      R *a = s.sums, *b = s.sums + PanelCut<R, NV>::padded_value(p);
+      memset(a, 0, p.Dv * sizeof(R)), memset(b, 0, p.Dv * sizeof(R));
+      for (int64_t k = 0; k < s.length[i]; ++k) {
+        copy<R>(value.data, value.type, base + index[k * L] * value.s2, value.s3, p.Dv, s.v_spare, 1, (R)1);
+        for (int64_t d = 0; d < p.Dv; ++d) a[d] += weights[k * L] * s.v_spare[d];
+        if (want.tilt)
+          for (int64_t d = 0; d < p.Dv; ++d) b[d] += slopes[k * L] * s.v_spare[d];
+      }
+      memcpy(out[i], a, p.Dv * sizeof(R));
+      if (want.tilt) memcpy(tilt[i], b, p.Dv * sizeof(R));
+    }
+    for (int64_t d = 0; d < p.Dv; ++d) out[i][d] *= share[i];
+    if (want.tilt)
+      for (int64_t d = 0; d < p.Dv; ++d) tilt[i][d] *= tilt_share[i];
+  }
+}
+
+template <class R, int NV> void forward_link(const Problem &p) {
+  const Terms terms(p);
+  const Reading want(p, terms);
+  const PanelCut<R, NV> cut(p);
+  char *scratch = (char *)((p.scratch + 63) / 64 * 64);
+  parallel(p.threads, cut.cut.units * cut.blocks, [&](int64_t job, int64_t thread) {
+    Arena arena{scratch + thread * cut.thread_bytes(p)};
+    Rows<R, NV> &rows = *arena.take<Rows<R, NV>>(1);
+    Ledger<R, NV> &ledger = *arena.take<Ledger<R, NV>>(1);
+    Sheet<R, NV> sheet = cut.sheet(p, terms, arena);
+    cut.cut.place(p, rows, job / cut.blocks, cut.blocks - 1 - job % cut.blocks);  // longest rows first
+    with_link<R>(p, [&](auto tag) {
+      attend_link<R, NV, typename decltype(tag)::Link>(p, terms, want, rows, sheet, ledger);
+    });
+  });
+}
+
+}  // namespace
