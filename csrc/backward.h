@@ -180,7 +180,7 @@ void pull(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t first, i
   }
   if (p.dropout_key) weights = s.kept;
 
-  if (p.row_g || p.row_gs || p.row_gd || p.key_g || p.key_ds || p.dense_g || p.dense_ds || p.key_mass) {
+  if (p.row_g || p.row_gp || p.row_gs || p.row_gd || p.key_g || p.key_ds || p.dense_g || p.dense_ds || p.key_mass) {
     using I = typename Simd<R>::I;
     for (int64_t j = 0; j < keys; ++j) {
       R key_g = 0, key_ds = 0, key_mass = 0;
@@ -300,8 +300,9 @@ void pull_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv, int
           const int64_t at = chunk * p.B * p.H * p.Tq + r.rows.flat(p, i);
           dq[i] = (R *)p.dq + at * p.D, factor[i] = (R)p.scale / r.rows.temperature[i];
           put(p.row_dot, at, r.dot[i]);
-          // What rows of a prior get: KL has one G for scores and priors.
-          put(p.row_g, at, linked && !p.row_ds ? r.sum_gp[i / N][i % N] : r.sum_g[i / N][i % N]);
+          put(p.row_g, at, r.sum_g[i / N][i % N]);
+          put(p.row_gp, at, linked ? r.sum_gp[i / N][i % N] : r.sum_g[i / N][i % N]);
+          put(p.row_ga, at, r.sum_ga[i / N][i % N]);
           put(p.row_gs, at, r.sum_gs[i / N][i % N]);
           put(p.row_gd, at, r.sum_gd[i / N][i % N]);
           put(p.row_ps, at, r.sum_ps[i / N][i % N]);

@@ -103,18 +103,21 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
     dress(p, terms, rows, keys, s.x, gate == PARTLY ? s.gate : nullptr, s.bias, (R *)nullptr, terms.capped ? s.slope : nullptr);
   const int64_t Dp = padded<R>(p.D), Dvp = padded<R>(p.Dv);
 
+  const bool sums = p.row_g || p.row_gp || p.row_gs || p.row_gd || p.row_ga || p.key_g || p.key_ds || p.dense_g ||
+                    p.dense_ds || p.key_mass;
+
   int64_t pairs = keys * L;
   if (Link::SPARSE) {
     pairs = 0;
     for (int64_t j = 0; j < keys; ++j) {
-      uint32_t bits = 0;
+      uint64_t bits = 0;
       for (int n = 0; n < NV; ++n) {
         const int64_t at = j * L + n * N;
         const V d = load(s.x + at) - r.peak[n] + r.rest[n];
         store(s.x + at, d);
-        bits |= (uint32_t)lanes_of(d > -Link::ORIGIN) << (n * N);
+        bits |= (uint64_t)lanes_of(d > -Link::ORIGIN) << (n * N);
       }
-      s.bits[j] = bits, pairs += __builtin_popcount(bits);
+      s.bits[j] = bits, pairs += __builtin_popcountll(bits);
     }
     if (!pairs) return;
   }
@@ -143,8 +146,8 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
         if (p.row_ga) alphas[n] = by_alpha(d, n);
       }
       const int64_t key_at = (rows.b * p.H + rows.head[0]) * p.Tk + first + j;
-      for (uint32_t bits = s.bits[j]; bits; bits &= bits - 1) {
-        const int i = __builtin_ctz(bits), n = i / N, lane = i % N;
+      for (uint64_t bits = s.bits[j]; bits; bits &= bits - 1) {
+        const int i = __builtin_ctzll(bits), n = i / N, lane = i % N;
         if (i >= rows.n) break;
         const R weight = ps[n][lane], w = ws[n][lane];
         if (!(w > 0) && !(w != w)) continue;
@@ -154,10 +157,10 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
         u -= r.a[n][lane];
         if (p.grad_entropy && weight > TINY<R>) u -= r.b[n][lane] * log2_of(weight);
         R g = w * u;
-        if (p.row_g || p.row_gs || p.row_gd || p.row_ga || p.key_g || p.key_ds || p.dense_g || p.dense_ds || p.key_mass) {
+        if (sums) {
           const R gp = weight * u, ds = g * r.inverse_tau[n][lane];
           r.sum_g[n][lane] += g;
-          if (p.row_gs) r.sum_gs[n][lane] += g * (s.x[j * L + i] + Link::ORIGIN) / rows.c[n][lane];
+          if (p.row_gs) r.sum_gs[n][lane] += g * s.x[j * L + i] / rows.c[n][lane];
           if (p.row_gd) r.sum_gd[n][lane] += gp * distance_of(j, n)[lane];
           if (p.row_ga) r.sum_ga[n][lane] += gp * alphas[n][lane];
           if (p.key_g) ((R *)p.key_g)[key_at] += gp;
@@ -180,7 +183,6 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
     scores<R, NV, false>(r.dot_t, v, v_stride, p.Dv, keys, s.u);
   else
     memset(s.u, 0, keys * L * sizeof(R));
-  const bool sums = p.row_g || p.row_gs || p.row_gd || p.row_ga || p.key_g || p.key_ds || p.dense_g || p.dense_ds || p.key_mass;
   for (int n = 0; n < NV; ++n) {
     const V a = r.a[n], b = r.b[n];
     for (int64_t j = 0; j < keys; ++j) {
@@ -202,7 +204,7 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
       if (sums) {
         const V gp = (weight == 0) ? V{} : weight * utility, ds = g * r.inverse_tau[n];
         r.sum_g[n] += g, r.sum_gp[n] += gp;
-        if (p.row_gs) r.sum_gs[n] += w == 0 ? V{} : g * (d + Link::ORIGIN) / rows.c[n];
+        if (p.row_gs) r.sum_gs[n] += w == 0 ? V{} : g * d / rows.c[n];  // from ORIGIN: that part of the sum is known
         if (p.row_gd) r.sum_gd[n] += gp * distance_of(j, n);
         if (p.row_ga) r.sum_ga[n] += weight == 0 ? V{} : gp * by_alpha(d, n);
         R key_g = 0, key_ds = 0, key_mass = 0;

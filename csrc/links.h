@@ -101,7 +101,7 @@ template <class R, int FROM> struct Power {
   template <int NV> Power(const Rows<R, NV> &rows) {
     for (int n = 0; n < NV; ++n)
       for (int i = 0; i < Simd<R>::N; ++i)
-        inverse[n][i] = rows.alpha[n * Simd<R>::N + i] - 1, beta_[n][i] = 1 / inverse[n][i];
+        inverse[n][i] = rows.power[n * Simd<R>::N + i], beta_[n][i] = 1 / inverse[n][i];
   }
   INLINE Mask<R> inside(V d) const { return d > (ORIGIN ? (R)-1 + EPS<R> / 2 : TINY<R>); }
   INLINE V log2_y(V d, Mask<R> in) const {
@@ -115,8 +115,10 @@ template <class R, int FROM> struct Power {
     w = in ? power(log_p - log_y) : V{};
   }
   INLINE V rise(int n, V r) const {
-    const V f = power(inverse[n] * (R)LOG2E * vlog(vmax(all(TINY<R>), r)));
-    return ((R)1 - f) * r / f;
+    const V e = inverse[n] * vlog(vmax(all(TINY<R>), r)), f = power((R)LOG2E * e);
+    const V series = e * ((R)1 + e * (R)0.5 * ((R)1 + e * (R)(1.0 / 3) * ((R)1 + e * (R)0.25 * ((R)1 + e * (R)0.2))));
+    const V f_less_1 = (e < (R)1e-2) & (e > (R)-1e-2) ? series : f - (R)1;  // f itself is too near 1 there
+    return -f_less_1 * r / f;
   }
   INLINE V headroom(int n, V mass) const {
     const V y = power(inverse[n] * (R)LOG2E * vlog(mass));

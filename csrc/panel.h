@@ -104,28 +104,27 @@ void take(const Link &link, int64_t rows, R *x, const R *prior, const Vec<R> *fr
           Vec<R> *slope, Vec<R> *count) {
   using V = Vec<R>;
   constexpr int N = Simd<R>::N, L = N * NV;
-  for (int n = 0; n < NV; ++n) {
-    V p_sum = {}, w_sum = {}, headroom = h[n];
-    Mask<R> some = {};
-    const V shift = FIRST ? from[n] : V{};
-    for (int64_t j0 = 0; j0 < rows; j0 += 64) {  // in pieces, for shorter chains of rounding
-      V p_part = {}, w_part = {};
-      const int64_t j1 = least(rows, j0 + 64);
-      for (int64_t j = j0; j < j1; ++j) {
-        V d = load(x + j * L + n * N);
-        if (FIRST) d -= shift, store(x + j * L + n * N, d);
-        V p, w;
+  V p_sum[NV] = {}, w_sum[NV] = {};
+  Mask<R> some[NV] = {};
+  for (int64_t from_row = 0; from_row < rows; from_row += 64) {  // in pieces, for shorter chains of rounding
+    const int64_t to_row = least(rows, from_row + 64);
+    V p_part[NV] = {}, w_part[NV] = {};
+    for (int64_t j = from_row; j < to_row; ++j)
+#pragma GCC unroll 4
+      for (int n = 0; n < NV; ++n) {
+        V d = load(x + j * L + n * N), p, w;
+        if (FIRST) d -= from[n], store(x + j * L + n * N, d);
         if (PRIOR)
-          link.times_prior(n, d + headroom, load(prior + j * L + n * N), p, w);
+          link.times_prior(n, d + h[n], load(prior + j * L + n * N), p, w);
         else
-          link.at(n, d + headroom, p, w);
-        p_part += p, w_part += w;
-        some -= (Mask<R>)(p > 0);
+          link.at(n, d + h[n], p, w);
+        p_part[n] += p, w_part[n] += w;
+        some[n] -= (Mask<R>)(p > 0);
       }
-      p_sum += p_part, w_sum += w_part;
-    }
-    taken[n] = p_sum, slope[n] = w_sum, count[n] = __builtin_convertvector(some, V);
+    for (int n = 0; n < NV; ++n) p_sum[n] += p_part[n], w_sum[n] += w_part[n];
   }
+  for (int n = 0; n < NV; ++n)
+    taken[n] = p_sum[n], slope[n] = w_sum[n], count[n] = __builtin_convertvector(some[n], V);
 }
 
 // Move each row's candidates (p > 0) to the top of its lane, with their keys; lanes are filled up with nothing.
@@ -384,7 +383,7 @@ void finish_link(const Problem &p, const Terms &terms, const Reading &want, cons
   for (int i = 0; i < rows.n; ++i) {
     const int n = i / N, lane = i % N;
     const int64_t at = rows.flat(p, i);
-    const R tau = rows.temperature[i], level = rows.level[i], c = rows.c[n][lane], alpha = rows.alpha[i];
+    const R tau = rows.temperature[i], level = rows.level[i], c = rows.c[n][lane], alpha = rows.power[i] + 1;
     const R anchor = ledger.anchor[n][lane], h = ledger.h[n][lane], mass = ledger.mass[n][lane];
     const bool free = p.marginal == regard::FREE, sink = p.marginal == regard::SINK, relax = p.marginal == regard::RELAX;
     const bool some = free || h > -INF<R> || h != h, keys = ledger.top[n][lane] > -INF<R> || ledger.top[n][lane] != ledger.top[n][lane];

@@ -44,8 +44,8 @@ constexpr int PRIORS = 4;  // log-priors that one problem may multiply
   INT(row_dot)                                  /* [chunks, B, H, Tq]: <grad_out, out>; not KL: the baseline */        \
   INT(row_g) INT(row_gs) INT(row_gd)            /* the same: sums over keys of G, G (s - dual), G |distance| and, */     \
   INT(row_ps) INT(row_pd)                       /* for centring, p (s - dual) and p |distance|; G = tau dL/ds */       \
-  INT(row_ga)                                   /* the same: the sum over keys of dL/dalpha */                         \
-  INT(key_g) INT(key_ds)                        /* [B, H, Tk]: sums over queries of G and of dL/ds, zeroed */          \
+  INT(row_gp) INT(row_ga)                       /* the same: of dL/dlog(pi), which KL does not tell from G; of dL/dalpha */ \
+  INT(key_g) INT(key_ds)                        /* [B, H, Tk]: sums over queries of dL/dlog(pi) and dL/ds, zeroed */   \
   TENSOR(dense_g) TENSOR(dense_ds)              /* the user's [B|1, H|1, Tq, Tk], zeroed; broadcast dims add up */      \
   INT(key_mass)                                 /* [B, H, Tk]: sums over queries of p */
 // clang-format on

@@ -34,7 +34,7 @@ template <class R, int NV> struct Rows {
   V slope[NV];     // of the prior, times log2(e)
   M position[NV];  // where the row stands among the keys
   M hash[NV];      // dropout's state of (b, h, i); the low 32 bits count
-  R temperature[L], level[L], alpha[L];
+  R temperature[L], level[L], power[L];  // power: Tsallis' alpha - 1
   int n;  // rows that exist; the lanes beyond repeat the last one
   int64_t b, kv, head[L], query[L], document[L], least_document, most_document;
   int64_t lo, hi;          // keys that some row may read, as far as the band says
@@ -55,8 +55,8 @@ template <class R, int NV> struct Rows {
       temperature[i] = p.temperature ? element<R>(p.temperature.data, p.temperature.type, at(p.temperature, i))
                                      : (R)p.temperature_value;
       level[i] = p.level ? element<R>(p.level.data, p.level.type, at(p.level, i)) : (R)p.level_value;
-      alpha[i] = p.alpha ? element<R>(p.alpha.data, p.alpha.type, at(p.alpha, i)) : (R)p.alpha_value;
-      c[i / N][i % N] = (p.family == regard::TSALLIS ? alpha[i] - 1 : (R)LOG2E) / temperature[i];
+      power[i] = p.alpha ? element<R>(p.alpha.data, p.alpha.type, at(p.alpha, i)) - 1 : (R)(p.alpha_value - 1);
+      c[i / N][i % N] = (p.family == regard::TSALLIS ? power[i] : (R)LOG2E) / temperature[i];
       slope[i / N][i % N] = p.slopes ? (R)LOG2E * element<R>(p.slopes.data, p.slopes.type, at(p.slopes, i)) : 0;
       const int64_t where = query[i] + p.offset;
       position[i / N][i % N] = (typename Simd<R>::I)where;

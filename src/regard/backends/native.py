@@ -32,7 +32,7 @@ _MARGINALS = {"rows": 0, "sink": 1, "relax": 2, "free": 3}
 _UNBOUNDED = 2**40  # a band's open side
 _SMALL = 2**21  # multiply-adds that one thread does sooner than it wakes another
 _PRIORS = 4  # log-priors that a record holds
-_CENTRED = 1.25  # Tsallis orders below this are computed as a distance from KL
+_CENTRED = 1.25  # Tsallis orders below this are computed as a distance from KL, where the price is to be found
 _PRICE = ("dual", "peak", "rest")  # the plan can be made again from these
 # The record's first fields, in order.
 _NUMBERS = (
@@ -139,6 +139,12 @@ def saved(form: Form, names: tuple[str, ...]) -> tuple[str, ...]:
     return _PRICE + centre
 
 
+def _centred(form: Form) -> bool:
+    """Whether y = (alpha - 1)(s - lambda)/tau is computed as its distance from 1 (csrc/links.h)."""
+    least = float(form.alpha.min()) if isinstance(form.alpha, Tensor) else form.alpha
+    return least < _CENTRED and form.marginal != "free"
+
+
 def _record(form: Form) -> _Record:
     assert form.query is not None and form.key is not None and form.value is not None
     record = _Record()
@@ -176,8 +182,7 @@ def _record(form: Form) -> _Record:
         else:
             record.put(f"{name}_value", scalar)
     if form.family == "tsallis":
-        least = float(form.alpha.min()) if isinstance(form.alpha, Tensor) else form.alpha
-        record.put("centred", int(least < _CENTRED))
+        record.put("centred", int(_centred(form)))
     return record
 
 
@@ -287,19 +292,18 @@ def backward(
 def _kind(form: Form, slot: str, tensor: Tensor) -> str:
     """The kernel's sums that a slot's gradient is made of."""
     _, _, Tq, Tk = form.shape
-    fixed = {
-        "query": "dq",
-        "key": "dk",
-        "value": "dv",
-        "slopes": "row_gd row_pd row_g row_dot",
-        "temperature": "row_gs row_g row_ps row_dot",
-        "level": "row_dot",
-    }
+    fixed = {"query": "dq", "key": "dk", "value": "dv"}
+    if form.family == "kl":
+        fixed |= {"slopes": "row_gd row_pd row_g row_dot", "temperature": "row_gs row_g row_ps row_dot"}
+        fixed |= {"level": "row_dot"}
+    else:
+        fixed |= {"slopes": "row_gd", "temperature": "row_gs row_g row_dot", "alpha": "row_ga row_g row_dot"}
+        fixed |= {"level": "row_g row_dot"}
     if slot in fixed:
         return fixed[slot]
     score = slot == "score_bias"
     if tensor.shape[3] == 1 and Tk > 1:
-        return "row_g"
+        return "row_g" if score else "row_gp"
     if tensor.shape[2] == 1 and Tq > 1:
         return "key_ds" if score else "key_g"
     return "dense_ds" if score else "dense_g"
@@ -343,6 +347,8 @@ def _slot_gradient(
     def row(x: Any) -> Any:
         return x.squeeze(-1) if isinstance(x, Tensor) else x
 
+    if form.family != "kl" and slot in ("slopes", "level", "temperature", "alpha"):
+        return _link_gradient(form, slot, found, outputs, grads)
     if slot in ("slopes", "level", "temperature"):
         tau, level, dual, dot = row(form.temperature), row(form.level), outputs["dual"], found["row_dot"]
         idle = dual == -torch.inf
@@ -377,9 +383,63 @@ def _slot_gradient(
         by_tau = found["row_gs"] + null * null_score - (found["row_ps"] + null_weight * null_score) * excess
         by_tau = by_tau + torch.where(idle, 0.0, dual) * g_lse
         return torch.where(idle, 0.0, -by_tau / tau**2)[..., None]
-    if kind == "row_g":
+    if kind in ("row_g", "row_gp"):
         total = found[kind]
         return (total / row(form.temperature) if slot == "score_bias" else total)[..., None]
     if kind.startswith("key_"):
         return found[kind][:, :, None]
     return found[kind]
+
+
+def _link_gradient(
+    form: Form, slot: str, found: dict[str, Tensor], outputs: dict[str, Tensor], grads: dict[str, Tensor]
+) -> Tensor:
+    """dL/dslot of a row's parameter where the regulariser is not KL; the kernel's sums lack the null key's part."""
+
+    def row(x: Any) -> Any:
+        return x.squeeze(-1) if isinstance(x, Tensor) else x
+
+    if slot == "slopes":
+        return -found["row_gd"][..., None]
+    tau, level, alpha, dual = row(form.temperature), row(form.level), row(form.alpha), outputs["dual"]
+    baseline = found["row_dot"]
+    if form.marginal == "sink":
+        # y, p and w of the null key, and its advantage: it has no value, so only the entropy may want it.
+        y = ((alpha - 1) * (level - dual) / tau).clamp(min=0)
+        inside, y = y > 0, torch.where(y > 0, y, 1.0)
+        p = y ** (1 / (alpha - 1))
+        advantage = -baseline
+        if "entropy" in grads:
+            advantage = advantage - grads["entropy"] * (p.log() + outputs["entropy"])
+        advantage = torch.where(inside, advantage, 0.0)
+        gain = p / y * advantage
+    # What the keys' G add up to, in exact arithmetic.
+    total: Any = 0.0
+    if form.marginal == "sink":
+        total = -gain
+    elif form.marginal == "relax":
+        mass = torch.where(dual == -torch.inf, 0.0, (dual / level).exp())
+        total = baseline * tau * mass / level
+    elif form.marginal == "free":
+        total = found["row_g"]
+    if slot == "level":
+        if form.marginal == "sink":
+            result = gain / tau
+        elif form.marginal == "relax":
+            result = torch.where(dual == -torch.inf, 0.0, -baseline * mass * dual / level**2)
+        else:
+            result = total / tau
+    elif slot == "temperature":
+        by_score = found["row_gs"]  # the sum of G (s - lambda), less a known part
+        if form.family == "tsallis" and _centred(form):
+            by_score = by_score + total * tau / (alpha - 1)
+        if form.marginal == "sink":
+            by_score = by_score + gain * (level - dual)
+        result = -by_score / tau**2
+    else:
+        result = found["row_ga"]
+        if form.marginal == "sink":
+            result = result + p * advantage * (1 - 1 / y - y.log()) / (alpha - 1) ** 2
+        elif form.marginal != "rows":  # the sum moves lambda + tau/(alpha - 1) with alpha; here lambda itself counts
+            result = result + total / (alpha - 1) ** 2
+    return result[..., None]
