@@ -26,7 +26,7 @@ template <class R> struct BackRows {
   using V = Vec<R>;
   Rows<R, NV> rows;
   V peak[NV], rest[NV];             // the dual in base 2, in two parts; rest is +inf in a row without keys: p = 0
-  V a[NV], b[NV];
+  V a[NV], b[NV], edge[NV];
   V inverse_tau[NV], lambda[NV];    // lambda: the dual as it is, not in base 2
   V sum_g[NV], sum_gs[NV], sum_gd[NV], sum_ps[NV], sum_pd[NV], sum_gp[NV], sum_ga[NV];
   R dot[L];

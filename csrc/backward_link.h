@@ -20,7 +20,7 @@ template <class R> void prepare_link(const Problem &p, BackRows<R> &r) {
   const int64_t Dp = padded<R>(p.D), Dvp = padded<R>(p.Dv);
   const bool free = p.marginal == regard::FREE;
   memset(r.dq, 0, BackRows<R>::L * Dp * sizeof(R));
-  for (int n = 0; n < 3; ++n) r.peak[n] = Vec<R>{}, r.rest[n] = all(-INF<R>);
+  for (int n = 0; n < 3; ++n) r.peak[n] = Vec<R>{}, r.rest[n] = all(-INF<R>), r.edge[n] = all(INF<R>);
   for (int i = 0; i < rows.n; ++i) {
     const int n = i / N, lane = i % N;
     const R level = rows.level[i], peak = of_row<R>(p.saved_peak, rows.at(p.saved_peak, i));
@@ -47,6 +47,9 @@ template <class R> void prepare_link(const Problem &p, BackRows<R> &r) {
       add = mass > 0 ? g * (of_row<R>(p.saved_entropy, rows.at(p.saved_entropy, i)) - log_of(mass)) : 0;
       r.b[n][lane] = g * (R)LN2;
     }
+    // x at or below this has no weight; a little less, for rounding: a pair is looked at more closely.
+    const R h = r.rest[n][lane], origin = p.centred ? 1 : 0, size = (peak < 0 ? -peak : peak) + (h < 0 ? -h : h) + origin;
+    r.edge[n][lane] = peak - h - origin - 4 * EPS<R> * size;
     r.dot[i] = base;
     r.a[n][lane] = base + add;
   }
@@ -110,14 +113,12 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
   if (Link::SPARSE) {
     pairs = 0;
     for (int64_t j = 0; j < keys; ++j) {
-      uint64_t bits = 0;
-      for (int n = 0; n < NV; ++n) {
-        const int64_t at = j * L + n * N;
-        const V d = load(s.x + at) - r.peak[n] + r.rest[n];
-        store(s.x + at, d);
-        bits |= (uint64_t)lanes_of(d > -Link::ORIGIN) << (n * N);
-      }
-      s.bits[j] = bits, pairs += __builtin_popcountll(bits);
+      Mask<R> some[NV], any_lane = {};
+      for (int n = 0; n < NV; ++n) any_lane |= some[n] = load(s.x + j * L + n * N) > r.edge[n];
+      s.bits[j] = 0;
+      if (!any(any_lane)) continue;
+      for (int n = 0; n < NV; ++n) s.bits[j] |= (uint64_t)lanes_of(some[n]) << (n * N);
+      pairs += __builtin_popcountll(s.bits[j]);
     }
     if (!pairs) return;
   }
@@ -138,7 +139,8 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
       if (!s.bits[j]) continue;
       V ps[NV], ws[NV], alphas[NV];
       for (int n = 0; n < NV; ++n) {
-        const V d = load(s.x + j * L + n * N);
+        const V d = load(s.x + j * L + n * N) - r.peak[n] + r.rest[n];
+        store(s.x + j * L + n * N, d);
         if (prior)
           link.times_prior(n, d, load(prior + j * L + n * N), ps[n], ws[n]);
         else
@@ -187,7 +189,7 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
     const V a = r.a[n], b = r.b[n];
     for (int64_t j = 0; j < keys; ++j) {
       const int64_t at = j * L + n * N;
-      const V d = Link::SPARSE ? load(s.x + at) : load(s.x + at) - r.peak[n] + r.rest[n];
+      const V d = load(s.x + at) - r.peak[n] + r.rest[n];
       V weight, w, utility = load(s.u + at);
       if (prior)
         link.times_prior(n, d, load(prior + at), weight, w);

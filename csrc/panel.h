@@ -2,10 +2,12 @@
 //
 //   for each block of L rows (lanes):
 //     x <- Q K^T of all keys that some row may read, as one panel [keys][L] (a thread's own: O(T) memory)
-//     h <- Newton's method on what the keys take at headroom h, all rows at once. After each pass over the panel: if few
-//          weights are left, each row's candidates move to the top of its lane, and the panel is as short as the longest list
+//     h <- Newton's method on what the keys take at headroom h, all rows at once
 //     p <- weights, with all statistics, and w, the weights of the gradient's centre
-//     O <- P^T V: a product where the panel is whole, a sum over each row's list where it was packed
+//     O <- P^T V
+// Where few keys have weight, each row has a list of its own instead. The price only rises as keys are added: solved for the
+// first keys it is a bound, and later keys below it are left out as they come; the bound is raised whenever their number
+// has doubled. Lists are lanes of a shorter panel, so that the same code serves both. Each block of rows chooses by itself.
 // Free marginals know their price: there the panel is one block of keys, and there is no search.
 #pragma once
 #include "forward.h"
@@ -16,6 +18,8 @@ namespace {
 // A row's weights are kept in a list where at most this share of the keys has some: below it a sum over the list is
 // faster than a product with every key.
 constexpr double SPARSE_SHARE = 0.2;
+constexpr int64_t SAMPLE = 16;            // one key in so many makes a first guess of the price
+constexpr int64_t STAGE = 2 * KEY_BLOCK;  // keys after which the price is solved for the first time
 
 struct Reading {  // what a call wants besides output and price
   bool entropy, moments, energy, collision, top, support, admissible, first, spread, drop, prior_mass, log_prior, soft;
@@ -34,8 +38,11 @@ struct Reading {  // what a call wants besides output and price
 // Sums over a row's keys.
 template <class R, int NV> struct Ledger {
   using V = Vec<R>;
-  V anchor[NV], best[NV];       // x of the key that would pay most alone, and what it would pay
-  V top[NV], h[NV];             // the largest x; the headroom
+  V anchor[NV], alone[NV];      // x of the key that would pay most alone, and what it would pay
+  V best[NV];                   // a price that the row's is not below, as an x
+  V top[NV], h[NV];             // the largest x; the headroom: price = anchor - h - ORIGIN
+  V low[NV], high[NV], width[NV], null_x[NV], level[NV];  // of the search: the bracket of h, and the null key from the anchor
+  Mask<R> done[NV];
   V mass[NV], slope[NV];        // sums of p and w
   V plog[NV], wlog[NV];         // of p log p and w log p
   V y1[NV], y2[NV], energy[NV]; // of p x, p x^2 (x from the reference), p y
@@ -47,14 +54,15 @@ template <class R, int NV> struct Ledger {
 template <class R, int NV> struct Sheet {  // a thread's panels for one block of rows
   static constexpr int L = Simd<R>::N * NV;
   R *x, *prior, *w, *bias, *spare, *gate, *k_spare, *v_spare, *qt, *ot, *tilt_t, *sums;
-  int32_t *index;  // of keys, where the panel was packed
+  R *list, *list_prior;  // the rows' lists: x, log-prior and key of each candidate
+  int32_t *index;
   int32_t length[L];
   uint8_t *live;
   struct Segment {
     int64_t first, keys, at;  // keys first ... first + keys - 1 are the panel's rows from `at`
     bool partly;
   } *segments;
-  int64_t n_segments, rows;
+  int64_t n_segments, rows, room;  // room: of a list
 };
 
 template <class R, int NV> struct PanelCut {
@@ -67,13 +75,13 @@ template <class R, int NV> struct PanelCut {
     if (p.left + p.right < p.Tk) span = least(span, most((int64_t)1, p.left + p.right + 1 + (cut.packed ? p.Tq : L)));
     if (p.marginal == regard::FREE) span = least(span, KEY_BLOCK);
   }
-  int64_t packed_rows() const { return span / 3 + 1; }
+  int64_t list_rows() const { return span / 3 + 1; }
   int64_t segments() const { return span / KEY_BLOCK + 2; }
   int64_t thread_bytes(const Problem &p) const {
     const int64_t prior = p.family != regard::KL ? span : 0;
     const int64_t numbers = L * (span + prior + 4 * KEY_BLOCK + p.D + 2 * p.Dv) + KEY_BLOCK * (p.D + p.Dv) + 2 * padded_value(p);
-    const int64_t packed = p.marginal == regard::FREE ? 0 : packed_rows() * L;
-    return (numbers * (int64_t)sizeof(R) + packed * (int64_t)(sizeof(int32_t) + sizeof(R)) + span + (int64_t)sizeof(Sheet<R, NV>) +
+    const int64_t lists = p.marginal == regard::FREE ? 0 : list_rows() * L;
+    return (numbers * (int64_t)sizeof(R) + lists * (int64_t)(sizeof(int32_t) + 3 * sizeof(R)) + span + (int64_t)sizeof(Sheet<R, NV>) +
             segments() * (int64_t)sizeof(typename Sheet<R, NV>::Segment) + (int64_t)sizeof(Rows<R, NV>) +
             (int64_t)sizeof(Ledger<R, NV>) + 64 * 20) / 64 * 64 + 64;
   }
@@ -85,8 +93,11 @@ template <class R, int NV> struct PanelCut {
     s.x = arena.take<R>(span * L);
     s.prior = terms.prior ? arena.take<R>(span * L) : nullptr;
     const bool lists = p.marginal != regard::FREE;
-    s.w = arena.take<R>(lists ? most(KEY_BLOCK, packed_rows()) * L : KEY_BLOCK * L);
-    s.index = lists ? arena.take<int32_t>(packed_rows() * L) : nullptr;
+    s.w = arena.take<R>(lists ? most(KEY_BLOCK, list_rows()) * L : KEY_BLOCK * L);
+    s.list = lists ? arena.take<R>(list_rows() * L) : nullptr;
+    s.list_prior = lists && terms.prior ? arena.take<R>(list_rows() * L) : nullptr;
+    s.index = lists ? arena.take<int32_t>(list_rows() * L) : nullptr;
+    s.room = lists ? list_rows() : 0;
     s.bias = arena.take<R>(KEY_BLOCK * L), s.spare = arena.take<R>(KEY_BLOCK * L), s.gate = arena.take<R>(KEY_BLOCK * L);
     s.k_spare = arena.take<R>(KEY_BLOCK * p.D), s.v_spare = arena.take<R>(KEY_BLOCK * p.Dv);
     s.qt = arena.take<R>(L * p.D), s.ot = arena.take<R>(L * p.Dv), s.tilt_t = arena.take<R>(L * p.Dv);
@@ -97,173 +108,199 @@ template <class R, int NV> struct PanelCut {
   }
 };
 
-// What a row's keys take at headroom h, over the first `rows` of the panel: sums of p and w, and how many take something.
-// `from`: subtracted from x, for good, if given.
-template <class R, int NV, class Link, bool PRIOR, bool FIRST>
-void take(const Link &link, int64_t rows, R *x, const R *prior, const Vec<R> *from, const Vec<R> *h, Vec<R> *taken,
+// What a row's keys take at headroom h, over every `stride`-th of the first `rows` of a panel (and as if the others were
+// like it): sums of p and w, and how many take something.
+template <class R, int NV, class Link, bool PRIOR>
+void take(const Link &link, int64_t rows, int64_t stride, const R *x, const R *prior, const Vec<R> *anchor, const Vec<R> *h, Vec<R> *taken,
           Vec<R> *slope, Vec<R> *count) {
   using V = Vec<R>;
   constexpr int N = Simd<R>::N, L = N * NV;
   V p_sum[NV] = {}, w_sum[NV] = {};
   Mask<R> some[NV] = {};
-  for (int64_t from_row = 0; from_row < rows; from_row += 64) {  // in pieces, for shorter chains of rounding
-    const int64_t to_row = least(rows, from_row + 64);
+  for (int64_t from = 0; from < rows; from += 64 * stride) {  // in pieces, for shorter chains of rounding
+    const int64_t to = least(rows, from + 64 * stride);
     V p_part[NV] = {}, w_part[NV] = {};
-    for (int64_t j = from_row; j < to_row; ++j)
+    for (int64_t j = from; j < to; j += stride)
 #pragma GCC unroll 4
       for (int n = 0; n < NV; ++n) {
-        V d = load(x + j * L + n * N), p, w;
-        if (FIRST) d -= from[n], store(x + j * L + n * N, d);
+        const V d = load(x + j * L + n * N) - anchor[n] + h[n];
+        V p, w;
         if (PRIOR)
-          link.times_prior(n, d + h[n], load(prior + j * L + n * N), p, w);
+          link.times_prior(n, d, load(prior + j * L + n * N), p, w);
         else
-          link.at(n, d + h[n], p, w);
+          link.at(n, d, p, w);
         p_part[n] += p, w_part[n] += w;
         some[n] -= (Mask<R>)(p > 0);
       }
     for (int n = 0; n < NV; ++n) p_sum[n] += p_part[n], w_sum[n] += w_part[n];
   }
+  const R scale = (R)rows / (R)((rows + stride - 1) / stride);
   for (int n = 0; n < NV; ++n)
-    taken[n] = p_sum[n], slope[n] = w_sum[n], count[n] = __builtin_convertvector(some[n], V);
+    taken[n] = scale * p_sum[n], slope[n] = scale * w_sum[n], count[n] = scale * __builtin_convertvector(some[n], V);
 }
 
-// Move each row's candidates (p > 0) to the top of its lane, with their keys; lanes are filled up with nothing.
-template <class R, int NV, class Link> void pack(const Link &link, Sheet<R, NV> &s, const Vec<R> *h, int64_t room) {
-  using V = Vec<R>;
-  constexpr int N = Simd<R>::N, L = N * NV;
-  R bound[L];
-  for (int i = 0; i < L; ++i) bound[i] = -Link::ORIGIN - h[i / N][i % N], s.length[i] = 0;
-  V bounds[NV];
-  for (int n = 0; n < NV; ++n) bounds[n] = load(bound + n * N);
-  for (int64_t g = 0; g < s.n_segments; ++g) {
-    const auto &segment = s.segments[g];
-    for (int64_t j = 0; j < segment.keys; ++j) {
-      const int64_t row = segment.at + j;
-      const R *x = s.x + row * L;
-      uint64_t bits = 0;
-      for (int n = 0; n < NV; ++n) {
-        Mask<R> some = load(x + n * N) > bounds[n];
-        if (s.prior && any(some)) {
-          V p, w;
-          link.times_prior(n, load(x + n * N) + h[n], load(s.prior + row * L + n * N), p, w);
-          some = p > 0;
-        }
-        bits |= (uint64_t)lanes_of(some) << (n * N);
-      }
-      for (; bits; bits &= bits - 1) {
-        const int i = __builtin_ctzll(bits);
-        const int64_t to = (int64_t)s.length[i] * L + i;
-        if (s.length[i] >= room) continue;  // cannot be, but for thousands of keys within rounding of the edge
-        ++s.length[i];
-        s.x[to] = x[i], s.index[to] = (int32_t)(segment.first + j);
-        if (s.prior) s.prior[to] = s.prior[row * L + i];
-      }
-    }
-  }
-  s.rows = 0;
-  for (int i = 0; i < L; ++i) s.rows = most(s.rows, (int64_t)s.length[i]);
-  for (int i = 0; i < L; ++i)
-    for (int64_t k = s.length[i]; k < s.rows; ++k) {
-      s.x[k * L + i] = -INF<R>, s.index[k * L + i] = 0;
-      if (s.prior) s.prior[k * L + i] = 0;
-    }
-}
-
-// The headroom of each row. Returns whether the panel was packed.
+// Begin a search: no price below the best known.
 template <class R, int NV, class Link>
-bool search(const Problem &p, const Rows<R, NV> &rows, const Link &link, Sheet<R, NV> &s, Ledger<R, NV> &ledger) {
+void begin(const Problem &p, const Rows<R, NV> &rows, const Link &link, Ledger<R, NV> &ledger) {
+  using V = Vec<R>;
+  constexpr int N = Simd<R>::N;
+  for (int n = 0; n < NV; ++n) {
+    V &anchor = ledger.anchor[n], &best = ledger.best[n], top = ledger.top[n];
+    for (int i = 0; i < N; ++i) ledger.level[n][i] = rows.level[n * N + i];
+    if (p.marginal == regard::SINK) {  // the null key may pay most, too
+      const V null = ledger.level[n] * rows.c[n], price = null - link.headroom(n, all((R)p.mass)) - Link::ORIGIN;
+      const Mask<R> better = price > best;
+      anchor = better ? null : anchor, best = better ? price : best, top = vmax(top, null);
+      ledger.null_x[n] = null - (anchor == -INF<R> ? V{} : anchor);
+    }
+    const Mask<R> idle = anchor == -INF<R>;
+    anchor = idle ? V{} : anchor;
+    ledger.low[n] = idle ? V{} : anchor - top - Link::ORIGIN, ledger.high[n] = all(INF<R>);
+    ledger.h[n] = idle ? all(-INF<R>) : anchor - best - Link::ORIGIN;
+    ledger.width[n] = ledger.h[n] - ledger.low[n] + (R)1;
+    ledger.done[n] = idle;
+  }
+}
+
+struct Census {  // of a step
+  double total;     // weights
+  int64_t longest;  // of a row
+  bool above;       // all h were above their solution
+};
+
+// One step of the search over a panel (or lists), or a sample of it: see `take`. Returns whether all rows are done.
+template <class R, int NV, class Link>
+bool step(const Problem &p, const Rows<R, NV> &rows, const Link &link, int64_t panel_rows, int64_t stride, const R *x,
+          const R *prior, int iteration, Ledger<R, NV> &ledger, Census &census) {
   using V = Vec<R>;
   using M = Mask<R>;
-  constexpr int N = Simd<R>::N, L = N * NV;
-  V low[NV], high[NV], null_x[NV], width[NV], rho[NV];
-  M done[NV];
-  const bool sink = p.marginal == regard::SINK, relax = p.marginal == regard::RELAX;
-  const bool convex = Link::CONVEX && !relax;
+  constexpr int N = Simd<R>::N;
+  const bool sink = p.marginal == regard::SINK, relax = p.marginal == regard::RELAX, convex = Link::CONVEX && !relax;
+  V taken[NV], slope[NV], count[NV];
+  if (prior)
+    take<R, NV, Link, true>(link, panel_rows, stride, x, prior, ledger.anchor, ledger.h, taken, slope, count);
+  else
+    take<R, NV, Link, false>(link, panel_rows, stride, x, prior, ledger.anchor, ledger.h, taken, slope, count);
+  bool settled = true;
+  census = {0, 0, true};
   for (int n = 0; n < NV; ++n) {
-    V level;
-    for (int i = 0; i < N; ++i) level[i] = rows.level[n * N + i];
-    rho[n] = level;
-    V &anchor = ledger.anchor[n], top = ledger.top[n];
-    const V room = link.headroom(n, all((R)p.mass));
-    V h = anchor - ledger.best[n] - Link::ORIGIN;  // the best key alone takes the mass
-    if (!s.prior) h = room;
+    const V h = ledger.h[n];
+    V &low = ledger.low[n], &high = ledger.high[n], &width = ledger.width[n];
+    for (int i = 0; i < N; ++i)
+      if (n * N + i < rows.n)
+        census.total += count[n][i], census.longest = most(census.longest, (int64_t)count[n][i]);
     if (sink) {
-      const V null = level * rows.c[n];
-      const M better = null - room - Link::ORIGIN > ledger.best[n];
-      anchor = better ? null : anchor, h = better ? room : h, top = vmax(top, null);
-      null_x[n] = null;
+      V p0, w0;
+      link.at(n, ledger.null_x[n] + h, p0, w0);
+      taken[n] += p0, slope[n] += w0;
     }
-    const M idle = anchor == -INF<R>;
-    anchor = idle ? V{} : anchor;
-    if (sink) null_x[n] -= anchor;
-    low[n] = anchor - top - Link::ORIGIN, high[n] = relax ? all(INF<R>) : h;
-    low[n] = idle ? V{} : low[n];
-    width[n] = all((R)16) * (s.prior ? h + (R)1 : all((R)1));
-    ledger.h[n] = idle ? all(-INF<R>) : h;
-    done[n] = idle;
+    V target = all((R)p.mass), move;
+    if (relax) {
+      const V dual = (ledger.anchor[n] - h - Link::ORIGIN) / rows.c[n], inside = (R)1 / (rows.c[n] * ledger.level[n]);
+      target = power((R)LOG2E * dual / ledger.level[n]);
+      move = -vlog(vmax(all(TINY<R>), taken[n] / target)) / (link.beta(n) * slope[n] / taken[n] + inside);
+    } else {
+      move = link.rise(n, taken[n] / target) * target / slope[n];
+    }
+    const V ratio = taken[n] / target, away = ratio - (R)1, distance = away < 0 ? -away : away;
+    census.above &= !any((ratio < (R)1) & ~ledger.done[n]);
+    low = (ratio <= (R)1) & (h > low) ? h : low;
+    high = (ratio >= (R)1) & (h < high) ? h : high;
+    V next = h + move;
+    // One more step squares a distance this small, where the equation is straight; else go on until nothing moves.
+    const V size = h < 0 ? -h : h, moved = move < 0 ? -move : move;
+    M last = distance < (convex ? (sizeof(R) == 4 ? (R)3e-5 : (R)1e-8) : (R)2 * EPS<R>);
+    last |= ((moved <= EPS<R> * size) & (distance < (R)1e-3)) | (ratio != ratio);
+    const M open = high == INF<R>, bad = ~((next > low) & (next < high)) & ~last;
+    const M shut = ~open & (high - low <= (R)2 * EPS<R> * size);
+    const V middle = low * (R)0.5 + high * (R)0.5;
+    next = bad ? (open ? h + width : middle) : next;
+    width = bad & open ? width * (R)4 : width;
+    next = (shut & bad) ? h : next;
+    if (!convex && iteration >= 30 && iteration % 2) next = (open | last) ? next : middle;
+    // From above, a convex equation's steps stay above; of others the bracket alone is sure. A little less, for rounding.
+    const M sure = (ratio >= (R)1) & ~bad & (convex ? ~M{} : M{});
+    const V anchor = ledger.anchor[n];
+    const V bound = (sure ? next : high) + (R)16 * EPS<R> * (size + Link::ORIGIN + (anchor < 0 ? -anchor : anchor));
+    const V price = anchor - bound - Link::ORIGIN;
+    if (stride == 1) ledger.best[n] = ~ledger.done[n] & ~open & (price > ledger.best[n]) ? price : ledger.best[n];
+    ledger.h[n] = ledger.done[n] ? h : next;
+    ledger.done[n] |= last | shut;
+    settled &= !any(~ledger.done[n]);
   }
-  bool packed = false;
-  for (int iteration = 0; iteration < 100; ++iteration) {
-    V taken[NV], slope[NV], count[NV];
-    const auto sum = [&](auto prior, auto first) {
-      take<R, NV, Link, decltype(prior)::value, decltype(first)::value>(link, s.rows, s.x, s.prior, ledger.anchor, ledger.h,
-                                                                        taken, slope, count);
-    };
-    if (s.prior)
-      iteration ? sum(Count<1>(), Count<0>()) : sum(Count<1>(), Count<1>());
-    else
-      iteration ? sum(Count<0>(), Count<0>()) : sum(Count<0>(), Count<1>());
-    bool settled = true, above = true;
-    R total = 0, longest = 0;
-    V bound[NV];  // the headroom that the search will not exceed again
-    for (int n = 0; n < NV; ++n) {
-      const V h = ledger.h[n];
-      for (int i = 0; i < N; ++i) total += count[n][i], longest = most(longest, (R)count[n][i]);
-      if (sink) {
-        V p0, w0;
-        link.at(n, null_x[n] + h, p0, w0);
-        taken[n] += p0, slope[n] += w0;
-      }
-      V target = all((R)p.mass), step;
-      if (relax) {
-        const V dual = (ledger.anchor[n] - h - Link::ORIGIN) / rows.c[n], inside = (R)1 / (rows.c[n] * rho[n]);
-        target = power((R)LOG2E * dual / rho[n]);
-        const V ratio = taken[n] / target;
-        step = -vlog(vmax(all(TINY<R>), ratio)) / (link.beta(n) * slope[n] / taken[n] + inside);
-      } else {
-        step = link.rise(n, taken[n] / target) * target / slope[n];
-      }
-      const V ratio = taken[n] / target, away = ratio - (R)1, distance = away < 0 ? -away : away;
-      above &= !any((ratio < (R)1) & ~done[n]);
-      low[n] = (ratio <= (R)1) & (h > low[n]) ? h : low[n];
-      high[n] = (ratio >= (R)1) & (h < high[n]) ? h : high[n];
-      V next = h + step;
-      // One more step squares a distance this small, where the equation is straight; else go on until nothing moves.
-      const V size = h < 0 ? -h : h, moved = step < 0 ? -step : step;
-      M last = distance < (convex ? (sizeof(R) == 4 ? (R)3e-5 : (R)1e-8) : (R)2 * EPS<R>);
-      last |= ((moved <= EPS<R> * size) & (distance < (R)1e-3)) | (ratio != ratio);
-      const M bad = ~((next > low[n]) & (next < high[n])) & ~last;
-      const V outward = h + width[n], middle = low[n] * (R)0.5 + high[n] * (R)0.5;
-      const M open = high[n] == INF<R>;
-      width[n] = bad & open ? width[n] * (R)4 : width[n];
-      const M shut = ~open & (high[n] - low[n] <= (R)2 * EPS<R> * size);
-      next = bad ? (open ? outward : middle) : next;
-      next = (shut & bad) ? h : next;
-      if (!convex && iteration >= 30 && iteration % 2) next = (open | last) ? next : middle;
-      // From above, a convex equation's steps stay above; others may come back. A little more, for rounding.
-      bound[n] = (next < h) & ~done[n] & (convex ? ~M{} : M{}) ? next : h;
-      bound[n] += (R)8 * EPS<R> * (size + Link::ORIGIN);
-      ledger.h[n] = done[n] ? h : next;
-      done[n] |= last | shut;
-      settled &= !any(~done[n]);
+  return settled;
+}
+
+// Add panel rows at ... at + keys - 1 (keys first ...) to the lists: the candidates whose x is above the best price. False
+// if there is no room.
+template <class R, int NV, class Link>
+bool enlist(const Link &link, Sheet<R, NV> &s, const Ledger<R, NV> &ledger, int64_t first, int64_t at, int64_t keys) {
+  using V = Vec<R>;
+  constexpr int N = Simd<R>::N, L = N * NV;
+  int32_t longest = 0;
+  for (int i = 0; i < L; ++i) longest = most(longest, s.length[i]);
+  if (longest + keys > s.room) return false;
+  V bound[NV];
+  for (int n = 0; n < NV; ++n) bound[n] = ledger.best[n];
+  for (int64_t j = 0; j < keys; ++j) {
+    const R *x = s.x + (at + j) * L;
+    Mask<R> some[NV], any_lane = {};
+    for (int n = 0; n < NV; ++n) any_lane |= some[n] = load(x + n * N) > bound[n];
+    if (!any(any_lane)) continue;
+    uint64_t bits = 0;
+    for (int n = 0; n < NV; ++n) bits |= (uint64_t)lanes_of(some[n]) << (n * N);
+    for (; bits; bits &= bits - 1) {
+      const int i = __builtin_ctzll(bits);
+      const int64_t to = (int64_t)s.length[i]++ * L + i;
+      s.list[to] = x[i], s.index[to] = (int32_t)(first + j);
+      if (s.prior) s.list_prior[to] = s.prior[(at + j) * L + i];
+    }
+  }
+  return true;
+}
+
+// Lanes filled up with nothing, to the length of the longest.
+template <class R, int NV> int64_t level_lists(Sheet<R, NV> &s) {
+  constexpr int L = Simd<R>::N * NV;
+  int64_t longest = 0;
+  for (int i = 0; i < L; ++i) longest = most(longest, (int64_t)s.length[i]);
+  for (int i = 0; i < L; ++i)
+    for (int64_t k = s.length[i]; k < longest; ++k) {
+      s.list[k * L + i] = -INF<R>, s.index[k * L + i] = 0;
+      if (s.prior) s.list_prior[k * L + i] = 0;
+    }
+  return longest;
+}
+
+// The headroom of each row, from panel or lists. Turns to lists when few weights are left. Returns whether it did.
+template <class R, int NV, class Link>
+bool search(const Problem &p, const Rows<R, NV> &rows, const Link &link, Sheet<R, NV> &s, Ledger<R, NV> &ledger, bool listed,
+            int iterations) {
+  const bool may_list = p.marginal != regard::RELAX && Link::SPARSE && s.rows > STAGE;
+  int64_t list_rows = listed ? level_lists(s) : 0;
+  Census census;
+  begin(p, rows, link, ledger);
+  if (!listed && s.rows >= SAMPLE * 32) {  // a guess from a sample: Newton's method may begin anywhere
+    for (int iteration = 0; iteration < 8; ++iteration)
+      if (step<R, NV, Link>(p, rows, link, s.rows, SAMPLE, s.x, s.prior, iteration, ledger, census)) break;
+    Vec<R> guess[NV];
+    for (int n = 0; n < NV; ++n) guess[n] = ledger.h[n];
+    begin(p, rows, link, ledger);
+    for (int n = 0; n < NV; ++n) ledger.h[n] = (guess[n] < ledger.h[n]) & ~ledger.done[n] ? guess[n] : ledger.h[n];
+  }
+  for (int iteration = 0; iteration < iterations; ++iteration) {
+    const bool settled = step<R, NV, Link>(p, rows, link, listed ? list_rows : s.rows, 1, listed ? s.list : s.x,
+                                           listed ? s.list_prior : s.prior, iteration, ledger, census);
+    if (!listed && may_list && census.above && census.total <= SPARSE_SHARE * s.rows * rows.n && 4 * census.longest <= s.rows) {
+      memset(s.length, 0, sizeof s.length);
+      listed = true;
+      for (int64_t g = 0; g < s.n_segments && listed; ++g)
+        listed = enlist<R, NV, Link>(link, s, ledger, s.segments[g].first, s.segments[g].at, s.segments[g].keys);
+      list_rows = listed ? level_lists(s) : 0;
     }
     if (settled) break;
-    if (!packed && above && total <= (R)SPARSE_SHARE * s.rows * rows.n && 4 * longest <= s.rows && s.rows > 2 * L && !relax) {
-      pack<R, NV, Link>(link, s, bound, s.rows / 3);
-      packed = true;
-    }
   }
-  return packed;
+  return listed;
 }
 
 // Final weights of `keys` panel rows, in place, with the statistics; w apart if the gradient's centre is wanted.
@@ -275,12 +312,23 @@ void weigh_link(const Problem &p, const Reading &want, const Rows<R, NV> &rows, 
   constexpr int N = Simd<R>::N, L = N * NV;
   const R *squares = (const R *)p.squares.data + p.squares.s0 * rows.b + p.squares.s1 * rows.kv;
   for (int n = 0; n < NV; ++n) {
-    const V h = ledger.h[n], reference = ledger.reference[n];
+    const V h = ledger.h[n], anchor = ledger.anchor[n], reference = ledger.reference[n];
     V mass = {}, slope = {};
     const bool logs = want.entropy;
+    if (!prior && !(want.moments || want.energy || want.soft || logs || want.log_prior)) {
+      for (int64_t j = 0; j < keys; ++j) {
+        R *at = x + j * L + n * N;
+        V w, q;
+        link.at(n, load(at) - anchor + h, q, w);
+        mass += q, slope += w;
+        store(at, q);
+        if (w_panel) store(w_panel + j * L + n * N, w);
+      }
+      ledger.mass[n] += mass, ledger.slope[n] += slope;
+    } else {
     for (int64_t j = 0; j < keys; ++j) {
       R *at = x + j * L + n * N;
-      const V d = load(at);
+      const V d = load(at) - anchor;
       V w, q;
       if (prior)
         link.times_prior(n, d + h, load(prior + j * L + n * N), q, w);
@@ -308,6 +356,7 @@ void weigh_link(const Problem &p, const Reading &want, const Rows<R, NV> &rows, 
       if (w_panel) store(w_panel + j * L + n * N, w);
     }
     ledger.mass[n] += mass, ledger.slope[n] += slope;
+    }
     if (want.collision)
       for (int64_t j = 0; j < keys; ++j) ledger.collision[n] += load(x + j * L + n * N) * load(x + j * L + n * N);
     if (want.top)
@@ -335,33 +384,41 @@ void weigh_link(const Problem &p, const Reading &want, const Rows<R, NV> &rows, 
   }
 }
 
-// to[d] = sum over a row's list of p v (and of w v): each value's row once for both.
+// to[d] = sum over a row's list of p v (and of w v): each value's row once for both. Values far ahead are called for: the list
+// knows which, the processor cannot.
+template <class R, bool TILT, int U>
+INLINE void sum_part(const R *p, const R *w, const int32_t *index, int64_t step, int64_t n, const R *v, int64_t stride,
+                     int64_t ahead, R *to, R *tilt) {
+  constexpr int N = Simd<R>::N, FAR = 12;
+  using V = Vec<R>;
+  V a[U] = {}, b[U] = {};
+  for (int64_t k = 0; k < n; ++k) {
+    if (k + FAR < n) {
+      const R *next = v + index[(k + FAR) * step] * stride;
+      for (int64_t d = 0; d < ahead; d += 64 / (int64_t)sizeof(R)) __builtin_prefetch(next + d);
+    }
+    const R *row = v + index[k * step] * stride;
+    const V x = all(p[k * step]), y = TILT ? all(w[k * step]) : V{};
+#pragma GCC unroll 8
+    for (int u = 0; u < U; ++u) {
+      const V value = load(row + u * N);
+      a[u] += x * value;
+      if (TILT) b[u] += y * value;
+    }
+  }
+  for (int u = 0; u < U; ++u) {
+    store(to + u * N, a[u]);
+    if (TILT) store(tilt + u * N, b[u]);
+  }
+}
 template <class R, bool TILT>
 void sum_list(const R *p, const R *w, const int32_t *index, int64_t step, int64_t n, const R *v, int64_t stride, int64_t Dv,
               R *to, R *tilt) {
-  constexpr int N = Simd<R>::N, U = 4;
-  using V = Vec<R>;
+  constexpr int N = Simd<R>::N, U = TILT ? 4 : 8;
   int64_t d = 0;
-  for (; d + U * N <= Dv; d += U * N) {
-    V a[U] = {}, b[U] = {};
-    for (int64_t k = 0; k < n; ++k) {
-      const R *row = v + index[k * step] * stride + d;
-      if (k + 4 < n && d == 0)
-        for (int64_t ahead = 0; ahead < Dv; ahead += 64 / (int64_t)sizeof(R))
-          __builtin_prefetch(v + index[(k + 4) * step] * stride + ahead);
-      const V x = all(p[k * step]), y = TILT ? all(w[k * step]) : V{};
-#pragma GCC unroll 8
-      for (int u = 0; u < U; ++u) {
-        const V value = load(row + u * N);
-        a[u] += x * value;
-        if (TILT) b[u] += y * value;
-      }
-    }
-    for (int u = 0; u < U; ++u) {
-      store(to + d + u * N, a[u]);
-      if (TILT) store(tilt + d + u * N, b[u]);
-    }
-  }
+  for (; d + U * N <= Dv; d += U * N)
+    sum_part<R, TILT, U>(p, w, index, step, n, v + d, stride, d ? 0 : Dv, to + d, tilt + d);
+  for (; d + N <= Dv; d += N) sum_part<R, TILT, 1>(p, w, index, step, n, v + d, stride, d ? 0 : Dv, to + d, tilt + d);
   for (; d < Dv; ++d) {
     R a = 0, b = 0;
     for (int64_t k = 0; k < n; ++k) {
@@ -469,7 +526,7 @@ void attend_link(const Problem &p, const Terms &terms, const Reading &want, cons
   memset((void *)&ledger, 0, sizeof ledger);
   memset(s.ot, 0, L * p.Dv * sizeof(R)), memset(s.tilt_t, 0, L * p.Dv * sizeof(R));
   for (int n = 0; n < NV; ++n) {
-    ledger.anchor[n] = ledger.best[n] = ledger.top[n] = ledger.prior_top[n] = all(-INF<R>);
+    ledger.anchor[n] = ledger.alone[n] = ledger.best[n] = ledger.top[n] = ledger.prior_top[n] = all(-INF<R>);
     if (free)
       for (int i = 0; i < N; ++i)
         ledger.anchor[n][i] = 0, ledger.h[n][i] = rows.level[n * N + i] * rows.c[n][i] - Link::ORIGIN;
@@ -488,6 +545,8 @@ void attend_link(const Problem &p, const Terms &terms, const Reading &want, cons
       if (want.tilt) gather<R, NV>(s.w + from * L, v + from * stride, stride, to - from, p.Dv, s.tilt_t);
     });
   };
+  bool listed = false, may_list = Link::SPARSE && p.marginal != regard::RELAX;
+  int64_t next_stage = STAGE;
   for (int64_t first = rows.lo; first < rows.hi; first += KEY_BLOCK) {
     const int64_t keys = least(KEY_BLOCK, rows.hi - first);
     R *x = s.x + s.rows * L, *gate = s.prior ? s.prior + s.rows * L : s.gate;
@@ -506,13 +565,18 @@ void attend_link(const Problem &p, const Terms &terms, const Reading &want, cons
         for (int64_t j = 0; j < keys; ++j) ledger.top[n] = vmax(ledger.top[n], load(x + j * L + n * N));
     }
     for (int n = 0; n < NV; ++n) {
+      if (!s.prior && !free) {
+        ledger.anchor[n] = ledger.top[n];
+        ledger.best[n] = vmax(ledger.best[n], ledger.top[n] - link.headroom(n, all((R)p.mass)) - Link::ORIGIN);
+      }
       if (s.prior && !free) {  // the key that would pay most: not the one of the largest score
         for (int64_t j = 0; j < keys; ++j) {
           const V at = load(x + j * L + n * N), log_prior = load(gate + j * L + n * N);
           const V room = power(((R)LOG2E * vlog(all((R)p.mass)) - log_prior) / link.beta(n));
           const V price = at == -INF<R> ? at : vmax(all(LOWEST<R>), at - room);
-          const M better = price > ledger.best[n];
-          ledger.best[n] = better ? price : ledger.best[n], ledger.anchor[n] = better ? at : ledger.anchor[n];
+          const M better = price > ledger.alone[n];
+          ledger.alone[n] = better ? price : ledger.alone[n], ledger.anchor[n] = better ? at : ledger.anchor[n];
+          ledger.best[n] = vmax(ledger.best[n], price);
         }
       }
       if (want.admissible)
@@ -537,18 +601,20 @@ void attend_link(const Problem &p, const Terms &terms, const Reading &want, cons
     } else {
       s.segments[s.n_segments++] = segment;
       s.rows += keys;
+      if (!may_list) continue;
+      if (listed) may_list = listed = enlist<R, NV, Link>(link, s, ledger, first, segment.at, keys);
+      if (s.rows >= next_stage) {
+        const int64_t all_rows = rows.hi - rows.lo;
+        const int iterations = next_stage == STAGE ? 6 : 3;
+        next_stage = 2 * s.rows;
+        if ((listed ? 2 : 4) * s.rows < all_rows) listed = search<R, NV, Link>(p, rows, link, s, ledger, listed, iterations);
+      }
     }
   }
-  bool packed = false;
   if (!free) {
-    if (!s.prior)
-      for (int n = 0; n < NV; ++n) {
-        ledger.anchor[n] = ledger.top[n];
-        ledger.best[n] = ledger.top[n] - link.headroom(n, all((R)p.mass)) - Link::ORIGIN;
-      }
-    packed = search<R, NV, Link>(p, rows, link, s, ledger);
-    if (packed)
-      weigh_link<R, NV, Link>(p, want, rows, link, ledger, 0, s.index, s.rows, s.x, s.prior, want.tilt ? s.w : nullptr);
+    listed = search<R, NV, Link>(p, rows, link, s, ledger, listed, 100);
+    if (listed)
+      weigh_link<R, NV, Link>(p, want, rows, link, ledger, 0, s.index, level_lists(s), s.list, s.list_prior, want.tilt ? s.w : nullptr);
     else
       for (int64_t g = 0; g < s.n_segments; ++g) ship(s.segments[g]);
   }
@@ -558,7 +624,7 @@ void attend_link(const Problem &p, const Terms &terms, const Reading &want, cons
   R *out[L], *tilt[L];
   for (int i = 0; i < rows.n; ++i)
     out[i] = (R *)p.out + rows.flat(p, i) * p.Dv, tilt[i] = (R *)p.tilt + rows.flat(p, i) * p.Dv;
-  if (!packed) {
+  if (!listed) {
     to_rows(s.ot, L, share, rows.n, p.Dv, out);
     if (want.tilt) to_rows(s.tilt_t, L, tilt_share, rows.n, p.Dv, tilt);
     return;
@@ -567,7 +633,7 @@ void attend_link(const Problem &p, const Terms &terms, const Reading &want, cons
   const bool as_is = value.type == p.compute && (value.s3 == 1 || p.Dv == 1);
   const int64_t base = value.s0 * rows.b + value.s1 * rows.kv;
   for (int i = 0; i < rows.n; ++i) {
-    const R *weights = s.x + i, *slopes = s.w + i;
+    const R *weights = s.list + i, *slopes = s.w + i;
     const int32_t *index = s.index + i;
     if (as_is && want.tilt)
       sum_list<R, true>(weights, slopes, index, L, s.length[i], (const R *)value.data + base, value.s2, p.Dv, out[i], tilt[i]);
