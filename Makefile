@@ -51,7 +51,7 @@ lock:  ## write constraints.txt anew
 	$(PYTHON) -m venv --clear build/lock
 	grep '^torch==' constraints.txt > build/lock/pins.txt
 	build/lock/bin/python -m pip install -q -c build/lock/pins.txt --upgrade setuptools $(BUILD)
-	build/lock/bin/python -m pip install -q -c build/lock/pins.txt --no-build-isolation -e '.[test,dev]'
+	build/lock/bin/python -m pip install -q -c build/lock/pins.txt --no-build-isolation -e '.[test,bench,dev]'
 	{ echo '# Written by `make lock`: the exact versions that are tested together.'; \
 	  build/lock/bin/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/+cpu$$//'; } > build/lock/constraints.txt
 	mv build/lock/constraints.txt constraints.txt
