@@ -7,11 +7,11 @@ JOBS ?= 2
 PY := .venv/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --constraint constraints.txt --no-build-isolation
 
-.PHONY: help demo test bench lint format docs lock clean
+.PHONY: help demo test bench bench-full lint format docs lock clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
-	@grep -E '^[a-z]+: .*##' Makefile | sed -E 's/^([a-z]+):[^#]*## /  make \1\t/' | expand -t 14
+	@grep -E '^[a-z-]+: .*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 18
 
 demo: .venv/ready  ## a tour of the library, in the terminal
 	@$(PY) examples/tour.py
@@ -19,8 +19,11 @@ demo: .venv/ready  ## a tour of the library, in the terminal
 test: .venv/ready  ## all tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal
 
-bench: .venv/ready  ## every benchmark; each checks its results before it times them
-	@set -e; for script in benchmarks/[a-z]*.py; do echo "# $$script"; $(PY) $$script; done
+bench: .venv/peers  ## the quick benchmarks, a few minutes; each checks its results before it times them
+	@$(PY) benchmarks/run.py
+
+bench-full: .venv/peers  ## every length and every peer, an hour or more; Ctrl-C keeps what was measured
+	@$(PY) benchmarks/run.py --full
 
 lint: .venv/linters  ## ruff (rules and format) and pyright
 	.venv/bin/ruff check
@@ -40,6 +43,10 @@ docs: .venv/ready  ## run every snippet of README and docs, compare the outputs 
 	@test -x $(PY) || $(PYTHON) -m venv .venv
 	@$(PIP) $(BUILD)
 	@$(PIP) --editable '.[test]'
+	@touch $@
+
+.venv/peers: .venv/ready
+	@$(PIP) --editable '.[bench]'
 	@touch $@
 
 .venv/linters: .venv/ready
