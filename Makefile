@@ -3,15 +3,26 @@
 PYTHON ?= python3
 BUILD := scikit-build-core nanobind cmake ninja
 JOBS ?= 2
+MINUTES ?= 2
 
 PY := .venv/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --constraint constraints.txt --no-build-isolation
 
-.PHONY: help demo test bench lint format docs lock clean
+comma := ,
+# $(call instrumented,name,sanitizers,threads): an engine in build/name
+instrumented = .venv/bin/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv/bin/ninja \
+  -DPython_EXECUTABLE=$(CURDIR)/$(PY) -DREGARD_SANITIZE=$(2) -DREGARD_THREADS=$(3) >/dev/null && \
+  .venv/bin/cmake --build build/$(1) -j $(JOBS)
+# $(call under,name): the environment in which that engine is tested
+under = OMP_NUM_THREADS=2 REGARD_ENGINE=$$(ls $(CURDIR)/build/$(1)/_native*.so) \
+  LD_PRELOAD="$$($(CXX) -print-file-name=lib$(if $(filter address,$(1)),a,t)san.so) $$($(CXX) -print-file-name=libstdc++.so)"
+KERNELS := $(PY) -m pytest -q -x --capture=no -p no:cacheprovider tests/test_native.py
+
+.PHONY: help demo test fuzz sanitize bench bench-full lint format docs lock clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
-	@grep -E '^[a-z]+: .*##' Makefile | sed -E 's/^([a-z]+):[^#]*## /  make \1\t/' | expand -t 14
+	@grep -E '^[a-z-]+: .*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 18
 
 demo: .venv/ready  ## a tour of the library, in the terminal
 	@$(PY) examples/tour.py
@@ -19,8 +30,26 @@ demo: .venv/ready  ## a tour of the library, in the terminal
 test: .venv/ready  ## all tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal
 
-bench: .venv/ready  ## every benchmark; each checks its results before it times them
-	@set -e; for script in benchmarks/[a-z]*.py; do echo "# $$script"; $(PY) $$script; done
+fuzz: .venv/ready  ## random problems on the native engine against the definition, for MINUTES
+	$(PY) tests/fuzz.py --minutes $(MINUTES)
+
+# Address and undefined behaviour with OpenMP, as installed; threads with the standard library's, which the thread
+# sanitizer understands (an OpenMP runtime is not instrumented: its barriers look like races). Only the engine is
+# instrumented, so the runtime is preloaded, and what Python and PyTorch do among themselves is not looked at.
+# setarch -R: the thread sanitizer wants memory where it always was.
+sanitize: .venv/ready  ## the kernels' tests under the address, undefined-behaviour and thread sanitizers
+	@$(call instrumented,address,address$(comma)undefined,openmp)
+	@$(call instrumented,thread,thread,std)
+	env $(call under,address) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	  $(KERNELS) -k 'not fork and not named_isa and not threads_do_not'
+	setarch -R env $(call under,thread) TSAN_OPTIONS='ignore_noninstrumented_modules=1 halt_on_error=1' \
+	  $(KERNELS) -k 'threads_do_not or several'
+
+bench: .venv/peers  ## the quick benchmarks, a few minutes; each checks its results before it times them
+	@$(PY) benchmarks/run.py
+
+bench-full: .venv/peers  ## every length and every peer, an hour or more; Ctrl-C keeps what was measured
+	@$(PY) benchmarks/run.py --full
 
 lint: .venv/linters  ## ruff (rules and format) and pyright
 	.venv/bin/ruff check
@@ -42,6 +71,10 @@ docs: .venv/ready  ## run every snippet of README and docs, compare the outputs 
 	@$(PIP) --editable '.[test]'
 	@touch $@
 
+.venv/peers: .venv/ready
+	@$(PIP) --editable '.[bench]'
+	@touch $@
+
 .venv/linters: .venv/ready
 	@$(PIP) --editable '.[dev]'
 	@touch $@
@@ -51,7 +84,7 @@ lock:  ## write constraints.txt anew
 	$(PYTHON) -m venv --clear build/lock
 	grep '^torch==' constraints.txt > build/lock/pins.txt
 	build/lock/bin/python -m pip install -q -c build/lock/pins.txt --upgrade setuptools $(BUILD)
-	build/lock/bin/python -m pip install -q -c build/lock/pins.txt --no-build-isolation -e '.[test,dev]'
+	build/lock/bin/python -m pip install -q -c build/lock/pins.txt --no-build-isolation -e '.[test,bench,dev]'
 	{ echo '# Written by `make lock`: the exact versions that are tested together.'; \
 	  build/lock/bin/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/+cpu$$//'; } > build/lock/constraints.txt
 	mv build/lock/constraints.txt constraints.txt

@@ -1,26 +1,72 @@
 // The engine of one instruction set: this file is compiled once for each, with ENGINE naming the result.
 #include "problem.h"
-#ifdef _OPENMP
+
+#include <atomic>
+#include <chrono>
+#if defined(_OPENMP)
 #include <omp.h>
+#elif defined(REGARD_STD_THREADS)
+#include <system_error>
+#include <thread>
+#include <vector>
 #endif
 
 namespace {
 
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// The call that this thread is in. Whether to stop is asked rarely: asking takes Python's lock.
+struct Call {
+  regard::Watch watch;
+  std::atomic<bool> stopped{false};
+  double asked = now();
+
+  void ask() {
+    if (const double time = now(); watch.poll && time - asked > 0.1) {
+      if (watch.poll()) stopped = true;
+      asked = now();
+    }
+  }
+};
+thread_local Call *current = nullptr;
+
 // f(job, thread) for each job, in any order on `threads` threads; no result may depend on which thread took what.
+// Thread 0 is the caller. A call that was stopped leaves out the jobs not yet begun.
 template <class F> void parallel(int64_t threads, int64_t jobs, F f) {
+  Call &call = *current;
+  const auto run = [&](int64_t job, int64_t thread) {
+    if (thread == 0) call.ask();
+    if (!call.stopped.load(std::memory_order_relaxed)) f(job, thread);
+  };
   if (threads <= 1 || jobs <= 1) {
-    for (int64_t job = 0; job < jobs; ++job) f(job, (int64_t)0);
+    for (int64_t job = 0; job < jobs; ++job) run(job, 0);
     return;
   }
-#ifdef _OPENMP
+#if defined(_OPENMP)
 #pragma omp parallel num_threads((int)threads)
   {
     const int64_t thread = omp_get_thread_num();
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t job = 0; job < jobs; ++job) f(job, thread);
+    for (int64_t job = 0; job < jobs; ++job) run(job, thread);
   }
+#elif defined(REGARD_STD_THREADS)
+  // Threads made for this call: dearer by some 20 microseconds each than OpenMP's, which wait for the next call.
+  std::atomic<int64_t> next{0};
+  const auto work = [&](int64_t thread) {
+    for (int64_t job; (job = next.fetch_add(1)) < jobs;) run(job, thread);
+  };
+  std::vector<std::thread> others;
+  others.reserve(threads - 1);
+  try {
+    for (int64_t thread = 1; thread < threads && thread < jobs; ++thread) others.emplace_back(work, thread);
+  } catch (const std::system_error &) {  // the system gives no more: those that there are do the work
+  }
+  work(0);
+  for (std::thread &other : others) other.join();
 #else
-  for (int64_t job = 0; job < jobs; ++job) f(job, (int64_t)0);
+  for (int64_t job = 0; job < jobs; ++job) run(job, 0);
 #endif
 }
 
@@ -51,12 +97,50 @@ template <class R> void forward_of(const Problem &p) {
 int64_t forward_scratch(const Problem &p) {
   return p.compute == regard::F64 ? forward_scratch_as<double>(p) : forward_scratch_as<float>(p);
 }
-void forward(const Problem &p) { p.compute == regard::F64 ? forward_of<double>(p) : forward_of<float>(p); }
+
+template <class F> bool watched(regard::Watch watch, F f) {
+  Call call{watch};
+  current = &call;
+  f();
+  current = nullptr;
+  return !call.stopped;
+}
+
+bool forward(const Problem &p, regard::Watch watch) {
+  return watched(watch, [&] { p.compute == regard::F64 ? forward_of<double>(p) : forward_of<float>(p); });
+}
 
 int64_t backward_scratch(const Problem &p) {
   return p.compute == regard::F64 ? BackCut<double>(p).bytes(p) : BackCut<float>(p).bytes(p);
 }
-void backward(const Problem &p) { p.compute == regard::F64 ? backward_as<double>(p) : backward_as<float>(p); }
+
+bool backward(const Problem &p, regard::Watch watch) {
+  return watched(watch, [&] { p.compute == regard::F64 ? backward_as<double>(p) : backward_as<float>(p); });
+}
+
+// What the machine can do at most: chains of multiply-adds on registers, enough of them to hide their latency.
+double fma_rate(int64_t threads, double seconds) {
+  constexpr int CHAINS = 10, N = Simd<float>::N;
+  constexpr int64_t STEPS = 1 << 20;
+  double best = 0;
+  watched({}, [&] {
+    for (const double end = now() + seconds; now() < end;) {
+      const double began = now();
+      parallel(threads, threads, [&](int64_t job, int64_t) {
+        Vec<float> sum[CHAINS], a = all(1.0f - 1e-7f), b = all((float)job);
+        asm volatile("" : "+m"(a), "+m"(b));  // not known to the compiler
+        for (auto &s : sum) s = b;
+        for (int64_t step = 0; step < STEPS; ++step)
+#pragma GCC unroll 16
+          for (int c = 0; c < CHAINS; ++c) sum[c] = sum[c] * a + b;
+        for (auto &s : sum) asm volatile("" : : "m"(s));  // the result is used
+      });
+      const double rate = 2.0 * threads * STEPS * CHAINS * N / (now() - began);
+      if (rate > best) best = rate;
+    }
+  });
+  return best;
+}
 
 }  // namespace
 
@@ -64,5 +148,5 @@ void backward(const Problem &p) { p.compute == regard::F64 ? backward_as<double>
 #define TEXT(x) TEXT_(x)
 namespace regard {
 extern const Engine ENGINE;
-const Engine ENGINE = {TEXT(ENGINE), Simd<float>::N * 3, forward_scratch, forward, backward_scratch, backward};
+const Engine ENGINE = {TEXT(ENGINE), Simd<float>::N * 3, fma_rate, forward_scratch, forward, backward_scratch, backward};
 }  // namespace regard

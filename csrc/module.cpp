@@ -61,8 +61,36 @@ static Problem read(nb::bytes record) {
   return p;
 }
 
+// Ctrl-C: Python notes the signal at once and acts on it when asked on the main thread. Here that raises.
+static bool interrupted() {
+  nb::gil_scoped_acquire acquire;
+  return PyErr_CheckSignals() != 0;
+}
+static unsigned long main_thread = 0;
+
+static void run(bool (*kernel)(const Problem &, regard::Watch), nb::bytes record, int64_t scratch) {
+  Problem p = read(record);
+  p.scratch = scratch;
+  const bool may_ask = PyThread_get_thread_ident() == main_thread;
+  bool done;
+  {
+    nb::gil_scoped_release release;
+    done = kernel(p, {may_ask ? interrupted : nullptr});
+  }
+  if (!done) throw nb::python_error();
+}
+
+#if defined(__clang__)
+#define COMPILER "Clang " __clang_version__
+#elif defined(__GNUC__)
+#define COMPILER "GCC " __VERSION__
+#else
+#define COMPILER "unknown"
+#endif
+
 NB_MODULE(_native, m) {
   engine = choose();
+  main_thread = nb::cast<unsigned long>(nb::module_::import_("threading").attr("main_thread")().attr("ident"));
 #if defined(__unix__) || defined(__APPLE__)
   pthread_atfork(nullptr, nullptr, [] { forked = true; });
 #endif
@@ -88,16 +116,12 @@ NB_MODULE(_native, m) {
   m.def("lanes", [] { return engine->lanes; });
   m.def("forward_scratch", [](nb::bytes record) { return engine->forward_scratch(read(record)); });
   m.def("backward_scratch", [](nb::bytes record) { return engine->backward_scratch(read(record)); });
-  m.def("forward", [](nb::bytes record, int64_t scratch) {
-    Problem p = read(record);
-    p.scratch = scratch;
+  m.def("forward", [](nb::bytes record, int64_t scratch) { run(engine->forward, record, scratch); });
+  m.def("backward", [](nb::bytes record, int64_t scratch) { run(engine->backward, record, scratch); });
+  m.def("compiler", [] { return std::string(COMPILER); });
+  m.def("threading", [] { return std::string(REGARD_THREADING); });  // "openmp", "std" or "none"
+  m.def("fma_rate", [](int64_t threads, double seconds) {  // floating-point operations per second, for benchmarks
     nb::gil_scoped_release release;
-    engine->forward(p);
-  });
-  m.def("backward", [](nb::bytes record, int64_t scratch) {
-    Problem p = read(record);
-    p.scratch = scratch;
-    nb::gil_scoped_release release;
-    engine->backward(p);
+    return engine->fma_rate(forked ? 1 : threads, seconds);
   });
 }

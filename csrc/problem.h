@@ -60,14 +60,21 @@ struct Problem {
 #undef TENSOR
 };
 
+// How a long call is told to stop: `poll` is asked now and then on the thread that made the call, and true ends the call
+// early, its results unfinished.
+struct Watch {
+  bool (*poll)();
+};
+
 // One engine per instruction set: the same source, compiled more than once.
 struct Engine {
   const char *name;
   int lanes;
+  double (*fma_rate)(int64_t threads, double seconds);  // multiply-adds, counted as two operations, per second
   int64_t (*forward_scratch)(const Problem &);
-  void (*forward)(const Problem &);
+  bool (*forward)(const Problem &, Watch);  // false: stopped
   int64_t (*backward_scratch)(const Problem &);
-  void (*backward)(const Problem &);
+  bool (*backward)(const Problem &, Watch);
 };
 
 }  // namespace regard

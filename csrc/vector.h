@@ -90,6 +90,7 @@ constexpr double LOG2E = 1.4426950408889634074, LN2 = 0.69314718055994530942;
 // below 2^-126, for any t; else t must be at least -126.
 template <bool ZERO, int U> INLINE void vexp2(const Vec<float> (&t)[U], Vec<float> (&p)[U]) {
   using M = Mask<float>;
+  using Bits = uint32_t __attribute__((vector_size(sizeof(M))));  // unsigned: what is shifted and added may wrap around
   Vec<float> shifted[U], f[U];
 #define EACH _Pragma("GCC unroll 8") for (int u = 0; u < U; ++u)
   EACH shifted[u] = t[u] + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are t rounded to an integer
@@ -99,7 +100,7 @@ template <bool ZERO, int U> INLINE void vexp2(const Vec<float> (&t)[U], Vec<floa
   EACH p[u] = p[u] * f[u] + 0.24022242066381747f;
   EACH p[u] = p[u] * f[u] + 0.6931469775710566f;
   EACH p[u] = p[u] * f[u] + 1.0f;
-  EACH p[u] = (Vec<float>)((M)p[u] + ((M)shifted[u] << 23));
+  EACH p[u] = (Vec<float>)((Bits)p[u] + ((Bits)shifted[u] << 23));
   if (ZERO) EACH p[u] = (Vec<float>)((M)p[u] & ~(t[u] < -126.0f));
 #undef EACH
 }

@@ -40,7 +40,7 @@ def test_import_brings_nothing_heavy():
     assert "regard.operator" in brought
     assert [m for m in brought if m.startswith(HEAVY)] == []
     foreign = {m.partition(".")[0] for m in brought} - {"regard", "torch"} - sys.stdlib_module_names
-    assert foreign == set()  # torch is the only requirement
+    assert foreign == set()  # typer and rich are for the command `regard` alone
 
 
 def test_public_names_exist_once():

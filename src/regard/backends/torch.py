@@ -438,8 +438,12 @@ def backward(
             leaves = {n: t.detach().to(form.dtype).requires_grad_() for n, t in block.tensors().items() if n in needed}
             mu = outputs["mu"][where[:3]].detach()[..., None]
             results = attend(block.with_tensors(leaves), names, mu)
-            incoming = [grads[n][where[:3]].to(form.dtype) for n in names]
-            found = torch.autograd.grad([results[n] for n in names], list(leaves.values()), incoming, allow_unused=True)
+            varied = [n for n in names if results[n].requires_grad]  # without keys, lse and entropy are constants
+            if not varied:
+                continue
+            incoming = [grads[n][where[:3]].to(form.dtype) for n in varied]
+            sources = list(leaves.values())
+            found = torch.autograd.grad([results[n] for n in varied], sources, incoming, allow_unused=True)
             for name, grad in zip(leaves, found, strict=True):
                 if grad is not None:
                     form.cut_slot(name, totals[name], *where).add_(grad)

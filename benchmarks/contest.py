@@ -1,0 +1,273 @@
+"""What is measured: a case, those who compete in it, and the truth (in float64) that each must meet first."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import regard
+from regard import AuxRequest, Causal, Transport, Tsallis, Window
+
+TELEMETRY = AuxRequest(lse=True, entropy=True, max_scores=True, score_variance=True)
+BACKEND = "native"  # what "regard" means here
+ALPHAS = {"softmax": 1.0, "entmax15": 1.5, "sparsemax": 2.0}
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem at one size. float32 unless said; inputs are standard normal, queries times `sharpness`."""
+
+    name: str
+    T: int  # keys
+    H: int = 8
+    D: int = 64
+    Tq: int = 0  # 0: as many as keys
+    Hkv: int = 0  # 0: as many as heads
+    kind: str = "full"  # full, causal or window (256 keys, causal)
+    family: str = "softmax"
+    train: bool = False  # forward and backward
+    telemetry: bool = False
+    half: bool = False  # bfloat16
+    sharpness: float = 1.0
+    peers: tuple[str, ...] = ("SDPA",)
+
+    @property
+    def queries(self) -> int:
+        return self.Tq or self.T
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of query and key that are read, all heads."""
+        rows = range(self.queries)
+        if self.kind == "full":
+            return self.H * self.queries * self.T
+        return self.H * sum(min(i + 1, WINDOW if self.kind == "window" else self.T) for i in rows)
+
+    @property
+    def operations(self) -> int:
+        """Operations in the matrix products: two products forward; five more backward, which makes scores anew."""
+        return self.pairs * self.D * 2 * (7 if self.train else 2)
+
+    def inputs(self) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(self.T + self.D)
+        dtype = torch.bfloat16 if self.half else torch.float32
+        shapes = ((1, self.H, self.queries, self.D), *((1, self.Hkv or self.H, self.T, self.D),) * 2)
+        q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+        return [t.to(dtype).requires_grad_(self.train) for t in (q * self.sharpness, k, v)]
+
+
+WINDOW = 256
+
+
+class Skip(Exception):
+    """Why somebody does not compete."""
+
+
+# --- the contestants: each makes an attention for a case, or says why not ---------------------------------------------
+
+
+def problem_of(case: Case) -> Transport:
+    prior = {"full": None, "causal": Causal(), "window": Causal() * Window(WINDOW - 1)}[case.kind]
+    return Transport(None if case.family == "softmax" else Tsallis(ALPHAS[case.family]), prior=prior)
+
+
+def ours(case: Case) -> Attention:
+    arguments: dict[str, Any] = {"problem": problem_of(case), "enable_gqa": bool(case.Hkv), "backend": BACKEND}
+    if case.telemetry:
+        wanted = TELEMETRY if case.family == "softmax" else replace(TELEMETRY, lse=False)
+        arguments["return_aux"] = wanted
+    q = torch.zeros(1, case.H, 2, case.D)
+    k = torch.zeros(1, case.Hkv or case.H, 2, case.D)
+    try:
+        regard.select_backend(q, k, k, **arguments)
+    except NotImplementedError as error:
+        raise Skip(f"not served: {str(error).partition(': ')[2]}") from None
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result = regard.attention(q, k, v, **arguments)
+        return result[0] if isinstance(result, tuple) else result
+
+    return attention
+
+
+def sdpa(case: Case) -> Attention:
+    if case.kind == "window":
+        _room_for(case.T * case.queries * 5, "a mask")  # bool, and float inside
+        mask = _allowed(case.queries, case.T, "window")
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return lambda q, k, v: F.scaled_dot_product_attention(
+        q, k, v, is_causal=case.kind == "causal", enable_gqa=bool(case.Hkv)
+    )
+
+
+def eager(case: Case) -> Attention:
+    """Written out in PyTorch: the whole matrix."""
+    _room_for(case.H * case.queries * case.T * 4 * (6 if case.train else 3), "the scores")
+    mask = None if case.kind == "full" else ~_allowed(case.queries, case.T, case.kind)
+    weigh = _weights(case.family)
+    if case.family != "softmax" and case.T > 4096:
+        raise Skip("takes minutes beyond T = 4096")
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        if mask is not None:
+            scores = scores.masked_fill(mask, -math.inf)
+        return weigh(scores) @ v
+
+    return attention
+
+
+def flex(case: Case) -> Attention:
+    if case.train:
+        raise Skip("FlexAttention has no backward on the CPU")
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    mask = None
+    if case.kind != "full":
+        left = case.T if case.kind == "causal" else WINDOW - 1
+        mask = create_block_mask(
+            lambda b, h, i, j: (j <= i) & (j >= i - left), None, None, case.queries, case.T, device="cpu"
+        )
+    compiled = _compiled_flex()
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=bool(case.Hkv))
+
+
+@cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)  # type: ignore[return-value]
+
+
+def x_transformers(case: Case) -> Attention:
+    _installed("x_transformers", "x-transformers")
+    from x_transformers.attend import Attend
+
+    attend = Attend(flash=True, causal=case.kind == "causal")
+    return lambda q, k, v: attend(q, k, v)[0]
+
+
+CONTESTANTS: dict[str, tuple[Callable[[Case], Attention], dict[str, Any]]] = {
+    # name: who makes it, and what it computes instead of the case's own problem
+    "regard": (ours, {}),
+    "SDPA": (sdpa, {"family": "softmax", "telemetry": False}),
+    "eager": (eager, {"telemetry": False}),
+    "FlexAttention": (flex, {"telemetry": False}),
+    "x-transformers": (x_transformers, {"telemetry": False}),
+    "regard causal": (ours, {"kind": "causal"}),
+}
+
+
+def enter(name: str, case: Case) -> tuple[Attention, Case]:
+    """A contestant's attention, and the case that it is then judged by."""
+    make, instead = CONTESTANTS[name]
+    case = replace(case, **instead)
+    return make(case), case
+
+
+def _installed(module: str, package: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise Skip(f"{package} is not installed")
+
+
+def _room_for(size: int, what: str) -> None:
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size > free / 2:
+        raise Skip(f"{what} would take {size / 2**30:.0f} GiB, {free / 2**30:.0f} are free")
+
+
+def _weights(family: str) -> Callable[[Tensor], Tensor]:
+    if family == "softmax":
+        return lambda scores: scores.softmax(-1)
+    _installed("entmax", "entmax")
+    import entmax
+
+    return {"entmax15": entmax.entmax15, "sparsemax": entmax.sparsemax}[family]
+
+
+def _allowed(Tq: int, Tk: int, kind: str, rows: Tensor | None = None) -> Tensor:
+    i = (torch.arange(Tq) if rows is None else rows)[:, None]
+    j = torch.arange(Tk)
+    if kind == "full":
+        return torch.ones(len(i), Tk, dtype=torch.bool)
+    return (j <= i) if kind == "causal" else (j <= i) & (j > i - WINDOW)
+
+
+# --- running and judging ----------------------------------------------------------------------------------------------
+
+
+def run(attention: Attention, inputs: list[Tensor], grad: Tensor | None) -> list[Tensor]:
+    """The output; with `grad` its gradients too."""
+    q, k, v = inputs
+    if grad is None:
+        with torch.no_grad():
+            return [attention(q, k, v)]
+    out = attention(q, k, v)
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+
+def runner(attention: Attention, case: Case, inputs: list[Tensor]) -> Callable[[], object]:
+    grad = torch.randn_like(inputs[0]) if case.train else None
+    return lambda: run(attention, inputs, grad)
+
+
+ROWS = 128  # queries that are judged, chosen at random: the truth needs no more memory at T = 65536
+
+
+def error(attention: Attention, case: Case, inputs: list[Tensor]) -> float:
+    """The largest error against float64, relative to the largest element (gradients of sparse rows: in the mean square,
+    since a key at the very edge of the support may fall on either side).
+
+    Judged on some rows of queries; the gradient of an output that is looked at in these rows only needs no other.
+    """
+    torch.manual_seed(0)
+    rows = torch.randperm(case.queries)[:ROWS].sort().values
+    weight = torch.zeros(1, case.H, case.queries, case.D, dtype=inputs[0].dtype)
+    weight[:, :, rows] = torch.randn(1, case.H, len(rows), case.D).to(weight.dtype)
+    found = run(attention, inputs, weight if case.train else None)
+    found[0] = found[0][:, :, rows]
+
+    exact = [t.detach().double().requires_grad_(case.train) for t in inputs]
+    group = case.H // (case.Hkv or case.H)
+    q, k, v = exact[0][:, :, rows], *(t.repeat_interleave(group, 1) for t in exact[1:])
+    blocked = ~_allowed(case.queries, case.T, case.kind, rows)
+    truth = _weights(case.family)((q @ k.mT * case.D**-0.5).masked_fill(blocked, -math.inf)) @ v
+    expected = [truth.detach()]
+    if case.train:
+        expected += torch.autograd.grad(truth, exact, weight[:, :, rows].double())
+    worst = 0.0
+    for n, (a, b) in enumerate(zip(found, expected, strict=True)):
+        gap = (a.double() - b).abs().nan_to_num(nan=math.inf)
+        if n and case.family != "softmax":
+            worst = max(worst, float(gap.norm() / b.norm()))
+        else:
+            worst = max(worst, float(gap.max() / b.abs().max().clamp(min=1e-6)))
+    return worst
+
+
+def tolerance(case: Case) -> float:
+    """Far above rounding, far below a mistake."""
+    if case.half:
+        return 2e-2
+    return 1e-3 if case.train and case.family != "softmax" else 1e-4
+
+
+def density(case: Case, inputs: list[Tensor]) -> float:
+    """The share of admissible keys that have weight."""
+    q, k, v = (t.detach() for t in inputs)
+    with torch.no_grad():
+        _, aux = regard.attention(
+            q, k, v, problem=problem_of(case), backend=BACKEND, return_aux=AuxRequest(support=True)
+        )
+    return float(aux.support.sum()) / case.pairs

@@ -1,0 +1,127 @@
+"""Clocks: interleaved rounds, paired ratios with an interval, peak memory in a process apart, the machine's limits."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from regard.backends import native
+
+Job = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median, and where the middle 80 % lie."""
+
+    low: float
+    middle: float
+    high: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Spread:
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        tenths = statistics.quantiles(values, n=10, method="inclusive")
+        return cls(tenths[0], statistics.median(values), tenths[-1])
+
+
+def seconds(job: Job) -> float:
+    began = time.perf_counter()
+    job()
+    return time.perf_counter() - began
+
+
+def interleave(jobs: dict[str, Job], budget: float, least: int = 5, most: int = 200) -> dict[str, list[float]]:
+    """Seconds of each job in each round. All jobs run in every round, so that what disturbs the machine disturbs all;
+    every other round goes backwards, so that nobody always follows the same neighbour."""
+    for job in jobs.values():
+        job()  # warm
+    spent = sum(seconds(job) for job in jobs.values())
+    rounds = max(least, min(most, int(budget / max(spent, 1e-9))))
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    for n in range(rounds):
+        for name, job in reversed(jobs.items()) if n % 2 else jobs.items():
+            times[name].append(seconds(job))
+    return times
+
+
+def paired_cost(on: Job, off: Job, budget: float) -> tuple[float, float, float]:
+    """What `on` costs beyond `off`, relative, with its 95 % interval: the median of the rounds' ratios (one outlier
+    does not move it), and a bootstrap over the rounds."""
+    times = interleave({"on": on, "off": off}, budget, least=15, most=400)
+    logs = [math.log(a / b) for a, b in zip(times["on"], times["off"], strict=True)]
+    r = random.Random(0)
+    medians = sorted(statistics.median(r.choices(logs, k=len(logs))) for _ in range(1000))
+    return tuple(math.exp(x) - 1 for x in (medians[25], statistics.median(logs), medians[974]))  # type: ignore[return-value]
+
+
+# --- the machine's limits ---------------------------------------------------------------------------------------------
+
+
+def matrix_rate(rounds: int = 5) -> float:
+    """Operations per second of torch.mm on 2048 x 2048."""
+    a = torch.randn(2048, 2048)
+    torch.mm(a, a)
+    return 2 * 2048**3 / min(seconds(lambda: torch.mm(a, a)) for _ in range(rounds))
+
+
+def fma_rate() -> float | None:
+    """Operations per second of multiply-adds on registers, all threads; None without the engine."""
+    module, _ = native._extension()
+    return None if module is None else module.fma_rate(torch.get_num_threads(), 0.3)
+
+
+def read_bandwidth() -> float:
+    """Bytes per second that all threads read from memory: a sum over 256 MiB."""
+    big = torch.ones(2**26)
+    big.sum()
+    return big.numel() * 4 / min(seconds(lambda: big.sum()) for _ in range(5))
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def peak_of(job: Job) -> float:
+    """MiB by which the process grows at its peak during the job, beyond what it holds before: outputs, gradients and
+    working memory, not the inputs.
+
+    Linux keeps the largest resident size there ever was (VmHWM); writing 5 to clear_refs sets it to the present one.
+    """
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    job()
+    return (_status("VmHWM") - before) / 1024
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1])
+    raise OSError(f"no {field}")
+
+
+def memory(case: object, contestant: str, timeout: float) -> float | None:
+    """Peak of one run in a fresh process: nothing that ran before has left memory behind to be used again."""
+    if not Path("/proc/self/clear_refs").exists():
+        return None
+    order = json.dumps({"case": asdict(case), "contestant": contestant, "threads": torch.get_num_threads()})  # type: ignore[call-overload]
+    # Large blocks straight from the system, and back to it when freed: else the allocator's habits are measured.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    command = [sys.executable, str(Path(__file__).with_name("run.py")), "--memory", order]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=True)
+        return float(done.stdout.strip().splitlines()[-1])
+    except (subprocess.SubprocessError, ValueError, IndexError):
+        return None

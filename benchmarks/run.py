@@ -1,0 +1,251 @@
+"""All benchmarks: regard's native engine against PyTorch and others, in one process, each row behind a check.
+
+    python benchmarks/run.py [--full] [--only decode] [--seconds 3] [--threads 2]
+
+Before anything is timed, every contestant's output (and gradients) are compared with float64: who fails is not timed,
+and the run fails. Then all contestants of a case take turns. Shown are medians and where the middle 80 % of the rounds
+lie; "× regard" is a contestant's time by regard's in the same round, so above 1 regard is faster. "sgemm" and "FMA" are
+shares of what torch.mm reaches on this machine, measured beside each case, and of multiply-adds on registers. "MiB" is
+the peak beyond the inputs, outputs included, in a process of its own. A target not reached does not fail the run.
+
+Results go to benchmarks/results/: results.csv, results.md, ratios.svg. Ctrl-C keeps what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import contest
+import measure
+import report
+import suite
+import torch
+from contest import Case, Skip
+from measure import Spread
+from report import Row
+
+import regard
+from regard import doctor
+
+
+def machine() -> dict[str, str]:
+    facts, engine = doctor.machine(), doctor.engine()
+    return {
+        "cpu": facts["cpu"],
+        "cores": str(facts["cores"]),
+        "threads": f"{torch.get_num_threads()} threads",
+        "isa": engine.get("isa", "no native engine"),
+        "regard": f"regard {regard.__version__}",
+        "torch": f"PyTorch {torch.__version__}",
+        "python": f"Python {doctor.versions()['python']}",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+class Bench:
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.fma = measure.fma_rate()
+        self.wrong: list[str] = []
+
+    def row(self, case: Case, who: str) -> Row:
+        dtype = "bfloat16" if case.half else "float32"
+        return Row(case.name, who, case.kind, case.T, case.Tq, case.H, case.Hkv or case.H, case.D, dtype)
+
+    def compete(self, entry: suite.Entry) -> Iterator[Row]:
+        """regard and its peers, taking turns."""
+        case = entry.case
+        inputs = case.inputs()
+        jobs, rows = {}, {}
+        for who in ("regard", *case.peers):
+            row = rows[who] = self.row(case, who)
+            try:
+                attention, judged_by = contest.enter(who, case)
+                row.error = contest.error(attention, judged_by, inputs)
+            except Skip as reason:
+                row.note = str(reason)
+                if case.family != "softmax":
+                    row.note += f" (queries x {case.sharpness:g})"
+                if who == "regard":  # nothing to compare with
+                    yield row
+                    return
+                continue
+            if not row.error <= contest.tolerance(judged_by):
+                row.note = f"WRONG by {row.error:.1e}: not timed"
+                self.wrong.append(f"{case.name}, T = {case.T}, {case.kind}: {who} is wrong by {row.error:.1e}")
+                continue
+            jobs[who] = contest.runner(attention, case, inputs)
+        density = None
+        targets = dict(entry.targets)
+        if case.family != "softmax" and "regard" in jobs:
+            density = contest.density(case, inputs)
+            rows["regard"].note = f"queries x {case.sharpness:g}: density {density:.1%}"
+            if density < 0.05:
+                targets |= entry.sparse
+        sgemm = measure.matrix_rate()
+        bandwidth = measure.read_bandwidth() if case.name == "decode" else None
+        times = measure.interleave(jobs, self.seconds, least=3 if case.T > 8192 else 5)
+        for who, row in rows.items():
+            row.density = density
+            if who in times:
+                self._fill(row, case, times, who, sgemm, bandwidth)
+                if who in targets and row.ratio is not None:
+                    row.judge(f">= {targets[who]:g}", row.ratio >= targets[who])
+                if entry.memory and who != "FlexAttention":  # compiling in the process would be what is measured
+                    row.extra_mib = measure.memory(case, who, timeout=300)
+            yield row
+
+    def _fill(
+        self, row: Row, case: Case, times: dict[str, list[float]], who: str, sgemm: float, bandwidth: float | None
+    ) -> None:
+        spread = Spread.of(times[who])
+        row.time(spread)
+        if who != "regard" and "regard" in times:
+            row.ratios(Spread.of([a / b for a, b in zip(times[who], times["regard"], strict=True)]))
+        judged_by = dataclasses.replace(case, **contest.CONTESTANTS[who][1])
+        rate = judged_by.operations / spread.middle
+        row.gflops = rate / 1e9
+        if case.family == "softmax" and not case.Tq:  # else it is not products that take the time
+            row.of_sgemm = rate / sgemm
+            row.of_fma = rate / self.fma if self.fma else None
+        if bandwidth is not None:
+            size = 2 * case.Hkv * case.T * case.D * (2 if case.half else 4)
+            row.of_bandwidth = size / spread.middle / bandwidth
+            row.note = f"{row.dtype}, reads at {row.of_bandwidth:.0%} of {bandwidth / 1e9:.0f} GB/s"
+
+    def telemetry(self, case: Case) -> Row:
+        row, inputs = self.row(case, "regard"), case.inputs()
+        quiet = dataclasses.replace(case, telemetry=False)
+        on, off = (contest.runner(contest.ours(c), c, inputs) for c in (case, quiet))
+        low, middle, high = measure.paired_cost(on, off, 3 * self.seconds)
+        row.ratios(Spread(1 + low, 1 + middle, 1 + high))
+        row.note = f"{middle:+.1%}, 95 % interval {low:+.1%} to {high:+.1%}"
+        row.judge("<= 3 %", middle <= 0.03)
+        if low <= 0.03 < high:
+            row.note += " (the interval holds both verdicts)"
+        return row
+
+    def memory(self, case: Case, limit: float) -> Row:
+        row = self.row(case, "regard")
+        row.extra_mib = measure.memory(case, "regard", timeout=600)
+        if row.extra_mib is None:
+            row.note = "could not be measured here"
+        else:
+            row.judge(f"< {limit:g} MiB", row.extra_mib < limit)
+        return row
+
+    def overhead(self, case: Case, limit: float) -> Iterator[Row]:
+        inputs = case.inputs()
+        jobs = {}
+        for who in ("regard", "SDPA"):
+            attention, _ = contest.enter(who, case)
+
+            def many(attention=attention) -> None:
+                with torch.set_grad_enabled(case.train):
+                    for _ in range(50):
+                        attention(*inputs)
+
+            jobs[who] = many
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # so small a problem is one thread's; waking another would be what is measured
+        times = measure.interleave(jobs, self.seconds / 2, least=20)
+        torch.set_num_threads(threads)
+        for who, spent in times.items():
+            row = self.row(case, who)
+            spread = Spread.of([t / 50 for t in spent])
+            row.time(spread)
+            row.note = f"{1e6 * spread.middle:.0f} us a call"
+            if who == "regard":
+                row.judge(f"<= {limit:g} us", 1e6 * spread.middle <= limit)
+            else:
+                row.ratios(Spread.of([a / b for a, b in zip(spent, times["regard"], strict=True)]))
+            yield row
+
+    def bandwidth(self, rows: list[Row]) -> Iterator[Row]:
+        """Of both element types the better one counts."""
+        found = [r for r in rows if r.case == "decode" and r.who == "regard" and r.of_bandwidth and r.Tq == 1]
+        for T in sorted({r.T for r in found if r.T <= 32768}):
+            best = max((r for r in found if r.T == T), key=lambda r: r.of_bandwidth or 0)
+            row = Row("decode, bandwidth", "regard", T=T, D=best.D, dtype=best.dtype, of_bandwidth=best.of_bandwidth)
+            row.note = f"{best.of_bandwidth:.0%} of the read bandwidth, {best.dtype}"
+            row.judge(">= 80 %", (best.of_bandwidth or 0) >= 0.8)
+            yield row
+
+
+def steps(bench: Bench, full: bool, rows: list[Row]) -> list[tuple[str, Callable[[], Iterable[Row]]]]:
+    """(title, a function that gives rows)."""
+
+    def title(case: Case) -> str:
+        return f"{case.name}, {case.kind}, T = {case.T}, D = {case.D}"
+
+    plan: list[tuple[str, Callable[[], Iterable[Row]]]] = []
+    plan += [(title(c), lambda c=c, n=n: bench.overhead(c, n)) for c, n in suite.OVERHEAD]
+    plan += [(title(e.case), lambda e=e: bench.compete(e)) for e in suite.entries(full)]
+    plan += [(title(c), lambda c=c: [bench.telemetry(c)]) for c in suite.telemetry(full)]
+    plan += [(title(c), lambda c=c, n=n: [bench.memory(c, n)]) for c, n in suite.MEMORY]
+    plan += [("decode, bandwidth", lambda: bench.bandwidth(rows))]
+    return plan
+
+
+def only_memory(order: str) -> None:
+    """In a process of its own: one run, its peak printed."""
+    wanted = json.loads(order)
+    torch.set_num_threads(wanted["threads"])
+    case = Case(**wanted["case"] | {"peers": tuple(wanted["case"]["peers"])})
+    small = dataclasses.replace(case, T=64, Tq=0)
+    contest.runner(contest.enter(wanted["contestant"], small)[0], small, small.inputs())()  # libraries, threads
+    attention, _ = contest.enter(wanted["contestant"], case)
+    job = contest.runner(attention, case, case.inputs())
+    gc.collect()
+    print(measure.peak_of(job))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="every length, every peer (an hour or more)")
+    parser.add_argument("--only", default="", help="cases whose title contains this")
+    parser.add_argument("--seconds", type=float, help="for the rounds of one case (default: 1.5, full: 8)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--memory", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.memory:
+        only_memory(options.memory)
+        return 0
+    torch.set_num_threads(options.threads)
+    about, rows = machine(), []
+    bench = Bench(options.seconds or (8 if options.full else 1.5))
+    print("\n".join(f"# {name}: {value}" for name, value in about.items()))
+    print(f"# torch.mm 2048: {measure.matrix_rate() / 1e9:.0f} GF/s; multiply-adds: {(bench.fma or 0) / 1e9:.0f} GF/s")
+    print(report.heading(), flush=True)
+    plan = [(title, step) for title, step in steps(bench, options.full, rows) if options.only in title]
+    interrupted = False
+    try:
+        for n, (title, step) in enumerate(plan, 1):
+            if sys.stderr.isatty():
+                print(f"\r[{n}/{len(plan)}] {title} ...\033[K", end="", file=sys.stderr, flush=True)
+            for row in step():
+                rows.append(row)
+                if sys.stderr.isatty():
+                    print("\r\033[K", end="", file=sys.stderr, flush=True)
+                print(report.line(row), flush=True)
+    except KeyboardInterrupt:
+        interrupted = True
+        print("\nstopped: what was measured is kept", file=sys.stderr)
+    print("\nwritten:", *report.write(rows, about, options.out))
+    verdicts = [row.verdict for row in rows if row.verdict]
+    print(f"targets: {verdicts.count('reached')} reached, {verdicts.count('not reached')} not reached")
+    for wrong in bench.wrong:
+        print(f"FAILED: {wrong}")
+    return 130 if interrupted else int(bool(bench.wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

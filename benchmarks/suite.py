@@ -1,0 +1,110 @@
+"""Which cases there are, quick and full, and the targets that they are judged against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from contest import Case
+
+ALL = ("SDPA", "FlexAttention", "eager", "x-transformers")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A case, and how many times faster than each peer regard is to be."""
+
+    case: Case
+    targets: dict[str, float] = field(default_factory=dict)
+    memory: bool = False  # measure the peaks too
+    sparse: dict[str, float] = field(default_factory=dict)  # the targets where density is under 5 %
+
+
+def _heads(T: int) -> int:
+    """Fewer heads where one is work enough."""
+    return 8 if T <= 8192 else 2 if T <= 16384 else 1
+
+
+def softmax(full: bool) -> list[Entry]:
+    entries = []
+    for train in (False, True):
+        name = "softmax, training" if train else "softmax, forward"
+        lengths = [2**n for n in range(7, 17)] if full else [1024, 4096]
+        for T in lengths:
+            for kind in ("full", "causal"):
+                peers = ALL if full or T == 1024 else ("SDPA",)
+                case = Case(name, T, H=_heads(T), kind=kind, train=train, telemetry=True, peers=peers)
+                judged = 1024 <= T <= 4096
+                goal = {"full": 1.25, "causal": 1.5}[kind] if train else {"full": 1.3, "causal": 1.6}[kind]
+                entries.append(Entry(case, {"SDPA": goal} if judged else {}, memory=full and T >= 1024))
+        for T in [1024, 2048, 4096] if full else [2048]:
+            for kind, goal in {"full": 1.2, "causal": 1.3}.items():
+                case = Case(name, T, D=128, kind=kind, train=train, telemetry=True)
+                entries.append(Entry(case, {} if train else {"SDPA": goal}))
+    return entries
+
+
+def sparse(full: bool) -> list[Entry]:
+    entries = []
+    for family in ("entmax15", "sparsemax"):
+        case = Case(f"{family}, training", 4096, H=2, kind="causal", family=family, train=True, peers=("eager",))
+        entries.append(Entry(case, {"eager": 60.0}, memory=full))
+        # Density falls as queries grow: from all keys to a handful.
+        for sharpness in (0.02, 0.3, 1.0, 2.0, 4.0, 8.0) if full else (0.02, 1.0, 4.0):
+            for T in [1024, 4096, 16384] if full else [4096]:
+                for kind in ("full", "causal") if full else ("causal",):
+                    base = Case(f"{family}, forward", T, H=_heads(T), kind=kind, family=family, sharpness=sharpness)
+                    entries.append(Entry(base, {"SDPA": 1.0}, sparse={"SDPA": 2.0}))
+                    training = replace(base, name=f"{family}, training", train=True)
+                    entries.append(Entry(training, {}, sparse={"SDPA": 3.5}))
+    return entries
+
+
+def decode(full: bool) -> list[Entry]:
+    entries = []
+    for half in (False, True):
+        for T in [4096, 8192, 16384, 32768, 65536] if full else [4096, 32768]:
+            for Tq in (1, 4) if full else (1,):
+                case = Case("decode", T, H=32, Hkv=8, Tq=Tq, half=half)
+                judged = Tq == 1 and T <= 32768
+                entries.append(Entry(case, {"SDPA": 4.0} if judged else {}))
+    return entries
+
+
+def window(full: bool) -> list[Entry]:
+    entries = []
+    for train in (False, True) if full else (False,):
+        name = "window 256, training" if train else "window 256, forward"
+        for T in [1024, 4096, 16384, 65536] if full else [16384]:
+            peers = ("SDPA", "FlexAttention", "regard causal")
+            case = Case(name, T, H=_heads(T), kind="window", train=train, peers=peers)
+            judged = T == 16384 and not train
+            entries.append(Entry(case, {"SDPA": 30.0, "regard causal": 15.0} if judged else {}, memory=full))
+    return entries
+
+
+def entries(full: bool) -> list[Entry]:
+    return [*softmax(full), *sparse(full), *decode(full), *window(full)]
+
+
+# --- measured apart ---------------------------------------------------------------------------------------------------
+
+
+def telemetry(full: bool) -> list[Case]:
+    """With statistics against without: at most 3 %."""
+    return [
+        Case("telemetry's cost", T, kind=kind, D=D, telemetry=True)
+        for D in ((64, 128) if full else (64,))
+        for T in ([1024, 2048, 4096] if full else [2048])
+        for kind in ("full", "causal")
+    ]
+
+
+MEMORY = [  # one head, 65536 tokens: MiB at most
+    (Case("memory, forward", 65536, H=1, kind="causal", telemetry=True), 64.0),
+    (Case("memory, training", 65536, H=1, kind="causal", telemetry=True, train=True), 128.0),
+]
+
+OVERHEAD = [  # microseconds of a forward call at most, without and with a gradient to follow; on one thread
+    (Case("call, no gradient", 16, H=8), 60.0),
+    (Case("call, gradient", 16, H=8, train=True), 120.0),
+]

@@ -1,0 +1,108 @@
+"""The command `regard`. Each subcommand shows what another module found out; nothing is computed here."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from . import __version__
+
+app = typer.Typer(
+    name="regard",
+    help="Attention, declared as a transport problem.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+# --- regard doctor ----------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the facts for a machine.")] = False) -> None:
+    """Look at this installation: versions, processor, threads, which backend serves what, and a self-test.
+
+    Ends with status 1 if something is broken.
+    """
+    from .doctor import examine
+
+    facts = examine()
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        _show(facts, Console())
+    raise typer.Exit(1 if facts["problems"] else 0)
+
+
+def _show(facts: dict[str, Any], console: Console) -> None:
+    machine, engine, threads = facts["machine"], facts["engine"], facts["threads"]
+
+    about = Table.grid(padding=(0, 2))
+    about.add_column(style="bold", no_wrap=True)
+    about.add_column(overflow="fold")
+
+    def line(name: str, value: str) -> None:
+        about.add_row(name, Text(value))  # Text: brackets in it are no markup
+
+    line("versions", ", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
+    line("processor", f"{machine['cpu']} ({machine['architecture']}, {machine['system']}), {machine['cores']} cores")
+    if engine["loaded"]:
+        forced = ", forced by REGARD_ISA" if engine["forced"] else ""
+        line("native engine", f"uses {engine['isa']}{forced}; this machine has {', '.join(engine['isas'])}")
+        line("built by", f"{engine['compiler']}, threads: {engine['threading']}")
+    else:
+        line("native engine", engine["reason"].removeprefix("the native engine "))
+    limit = threads["OMP_NUM_THREADS"]
+    line("threads", f"{threads['torch']} (torch.get_num_threads), OMP_NUM_THREADS {limit or 'not set'}")
+    runtimes = threads["openmp"]
+    line("OpenMP", "cannot be listed here" if runtimes is None else "\n".join(runtimes) or "none in this process")
+    for test in facts["self_test"]:
+        found = test["raised"] or f"largest error {test['error']:.1e}"
+        line(f"self-test {test['backend']}", f"{'passed' if test['passed'] else 'FAILED'}: {found}")
+    console.print(about)
+
+    served = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
+    served.add_column("problem", no_wrap=True)
+    served.add_column("auto takes", style="bold", no_wrap=True)
+    served.add_column("who cannot serve it, and why")
+    for row in facts["problems_served"]:
+        # That the engine is missing was said above; here it would be said in every row.
+        refusals = {b: reason for b, reason in row["refusals"].items() if reason != engine.get("reason")}
+        reasons = "\n".join(f"{backend}: {reason}" for backend, reason in refusals.items())
+        served.add_row(row["problem"], row["auto"], Text(reasons))
+    console.print()
+    console.print(served)
+
+    console.print()
+    for note in facts["notes"]:
+        console.print(Text.assemble(("note: ", "yellow"), note))
+    for problem in facts["problems"]:
+        console.print(Text.assemble(("broken: ", "bold red"), problem))
+    if not facts["problems"]:
+        console.print(Text("All is well." if not facts["notes"] else "Nothing is broken.", style="green"))
+
+
+if __name__ == "__main__":
+    app()

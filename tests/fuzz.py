@@ -1,0 +1,260 @@
+"""Random problems on the native engine against the definition in float64: `make fuzz`, or
+
+    python tests/fuzz.py [--minutes 5] [--seed 17 [--seed 18 ...]]
+
+Everything about a problem follows from its seed: shapes (empty, one, odd), strides (transposed, cut, expanded), priors,
+marginals, dtypes, softcap, dropout, grouped heads, statistics, gradients. A failure prints the seed and how to
+run it again. tests/test_fuzz.py runs some fixed seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import regard
+from regard import ALiBi, AuxRequest, Bias, Causal, Documents, Free, Rows, Transport, Window
+
+NAMES = tuple(AuxRequest.__dataclass_fields__)
+SIZES = [0, 1, 1, 2, 3, 7, 8, 16, 23, 24, 25, 47, 48, 49, 96, 97, 130, 193]
+DEPTHS = [1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 40, 64, 65]
+PRIORS = ["causal", "window", "alibi", "documents", "bias", "row bias", "key bias"]
+
+
+class Problem:
+    """One random problem: leaves by name, and the call made of them."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.r = seed, random.Random(seed)
+        self.g = torch.Generator().manual_seed(seed)
+        r = self.r
+        self.B, self.Hkv = r.choice([1, 1, 2, 3]), r.choice([1, 1, 2, 3])
+        self.H = self.Hkv * r.choice([1, 1, 2, 4])
+        self.Tq, self.Tk = r.choice(SIZES), r.choice([*SIZES, 600])
+        if r.random() < 0.4:
+            self.Tk = self.Tq
+        self.D, self.Dv = r.choice(DEPTHS), r.choice(DEPTHS)
+        self.dtype = r.choice([torch.float32] * 4 + [torch.float64, torch.bfloat16, torch.float16])
+        self.leaves: dict[str, Tensor] = {
+            "q": self.heads(self.H, self.Tq, self.D),
+            "k": self.heads(self.Hkv, self.Tk, self.D),
+            "v": self.heads(self.Hkv, self.Tk, self.Dv),
+        }
+        self.options: dict[str, Any] = {"enable_gqa": True}
+        if r.random() < 0.2:
+            self.options["softcap"] = r.choice([1.0, 5.0, 30.0])
+        if r.random() < 0.2:
+            self.options["dropout_p"] = r.choice([0.1, 0.5, 1.0])
+        if r.random() < 0.2:
+            self.options["scale"] = r.choice([-0.3, 0.0, 0.05, 1.0])
+        self.mask = r.choice([None, None, None, "bool", "float", "row", "key"])
+        if self.mask is not None:
+            self.leaves["mask"] = self.make_mask()
+        self.priors = r.sample(PRIORS, r.choice([0, 0, 1, 1, 2, 3]))
+        self.alignment = r.choice(["top_left", "bottom_right"])
+        self.band = (r.choice([None, 1, 3, 40]), r.choice([None, -1, 0, 2, 40]))
+        for name in self.priors:
+            self.add_prior(name)
+        self.marginal = r.choice(["rows"] * 4 + ["mass", "sink", "relax", "free"])
+        shape = r.choice([(1,), (self.H,)])
+        if self.marginal == "sink":
+            self.leaves["level"] = self.normal(*shape)
+        elif self.marginal == "relax":
+            self.leaves["level"] = self.uniform(*shape) + 0.7
+        elif self.marginal == "free":
+            self.leaves["level"] = self.normal(*shape) - math.log(max(self.Tk, 1))
+        if r.random() < 0.3:
+            shape = r.choice([(1,), (self.H, 1, 1), (self.Tq, 1), (self.B, 1, 1, 1)])
+            self.leaves["tau"] = self.uniform(*shape) + 0.5
+        self.statistics = tuple(r.sample(NAMES, r.choice([0, 0, 1, 3, len(NAMES)])))
+        self.gradients = r.random() < 0.7
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.g)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(*shape, generator=self.g)
+
+    def heads(self, H: int, T: int, D: int) -> Tensor:
+        """[B, H, T, D] in one of the layouts that tensors come in."""
+        B, layout = self.B, self.r.choice(["plain", "bthd", "bhdt", "cut", "every other", "expanded"])
+        if layout == "plain":
+            x = self.normal(B, H, T, D)
+        elif layout == "bthd":
+            x = self.normal(B, T, H, D).transpose(1, 2)
+        elif layout == "bhdt":
+            x = self.normal(B, H, D, T).transpose(2, 3)
+        elif layout == "cut":
+            x = self.normal(B, H, T, 3 * D + 1)[..., D : 2 * D]
+        elif layout == "every other":
+            x = self.normal(B, H, 2 * T, 2 * D)[:, :, ::2, ::2]
+        else:
+            x = self.normal(1, 1, T, D).expand(B, H, T, D)
+        strides = x.stride()  # .to() would make a copy in another layout
+        same = torch.empty_strided((B, H, T, D), strides, dtype=self.dtype) if layout != "plain" else x.to(self.dtype)
+        if layout == "expanded":
+            return x[:1, :1].to(self.dtype).expand(B, H, T, D)
+        return same.copy_(x) if layout != "plain" else same
+
+    def make_mask(self) -> Tensor:
+        shape = {"row": (self.H, self.Tq, 1), "key": (self.B, 1, 1, self.Tk)}.get(
+            str(self.mask),
+            self.r.choice([(self.Tq, self.Tk), (self.B, 1, self.Tq, self.Tk), (self.H, self.Tq, self.Tk)]),
+        )
+        keep = self.uniform(*shape) > self.r.choice([0.0, 0.3, 0.95])
+        if self.mask == "bool" or (self.mask in ("row", "key") and self.r.random() < 0.5):
+            return keep
+        return self.normal(*shape).masked_fill(~keep, -math.inf)
+
+    def add_prior(self, name: str) -> None:
+        B, H, Tq, Tk = self.B, self.H, self.Tq, self.Tk
+        if name == "alibi":
+            self.leaves["slopes"] = self.uniform(self.r.choice([1, H]))
+        elif name == "documents":
+            self.leaves["ids"] = torch.randint(-1, 3, (self.r.choice([1, B]), Tq), generator=self.g)
+            self.leaves["key_ids"] = torch.randint(-1, 3, (self.r.choice([1, B]), Tk), generator=self.g)
+        elif name == "bias":
+            shape = self.r.choice([(Tq, Tk), (B, 1, Tq, Tk), (H, Tq, Tk)])
+            self.leaves["bias"] = self.normal(*shape).masked_fill(self.uniform(*shape) < 0.2, -math.inf)
+        elif name == "row bias":
+            self.leaves["row"] = self.normal(H, Tq, 1)
+        elif name == "key bias":
+            self.leaves["key"] = self.normal(self.r.choice([1, H]), 1, Tk)
+
+    def call(self, x: dict[str, Tensor]) -> dict[str, Any]:
+        prior = None
+        for name in self.priors:
+            factor = {
+                "causal": lambda: Causal(self.alignment),
+                "window": lambda: Window(*self.band, alignment=self.alignment),
+                "alibi": lambda: ALiBi(x["slopes"], alignment=self.alignment),
+                "documents": lambda: Documents(x["ids"], x["key_ids"]),
+                "bias": lambda: Bias(x["bias"]),
+                "row bias": lambda: Bias(x["row"]),
+                "key bias": lambda: Bias(x["key"]),
+            }[name]()
+            prior = factor if prior is None else prior * factor
+        marginal = {
+            "rows": lambda: Rows(),
+            "mass": lambda: Rows(mass=2.0),
+            "sink": lambda: Rows(sink=x["level"]),
+            "relax": lambda: Rows(relax=x["level"]),
+            "free": lambda: Free(offset=x["level"]),
+        }[self.marginal]()
+        return self.options | {
+            "problem": Transport(prior=prior, marginal=marginal, temperature=x.get("tau", 1.0)),
+            "attn_mask": x.get("mask"),
+        }
+
+    def run(self, backend: str, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """Outputs and gradients by name; `dtype` for another than the problem's own."""
+        leaves = {}
+        for name, leaf in self.leaves.items():
+            floating = leaf.is_floating_point()
+            leaves[name] = leaf.detach().to(dtype) if floating and dtype is not None else leaf.detach()
+            if floating and self.gradients:
+                leaves[name].requires_grad_()
+        torch.manual_seed(self.seed)  # dropout
+        request = AuxRequest(**dict.fromkeys(self.statistics, True))
+        out, aux = regard.attention(
+            leaves["q"], leaves["k"], leaves["v"], **self.call(leaves), return_aux=request, backend=backend
+        )
+        results = {"out": out} | {name: getattr(aux, name) for name in self.statistics}
+        if self.gradients:
+            g, loss = torch.Generator().manual_seed(7), 0.0
+            for name in ("out", *(n for n in ("lse", "entropy") if n in results)):
+                weight = torch.randn(results[name].shape, generator=g).to(results[name].dtype)
+                loss = loss + (results[name].masked_fill(results[name].isinf(), 0.0) * weight).sum()
+            learned = {n: t for n, t in leaves.items() if t.requires_grad}
+            found = torch.autograd.grad(loss, list(learned.values()), allow_unused=True)  # type: ignore[arg-type]
+            results |= {
+                f"grad {n}": torch.zeros_like(t) if f is None else f
+                for (n, t), f in zip(learned.items(), found, strict=True)
+            }
+        return {name: t.detach() for name, t in results.items()}
+
+    def describe(self) -> str:
+        leaves = ", ".join(f"{n}{list(t.shape)}" for n, t in self.leaves.items())
+        return (
+            f"seed {self.seed}: {self.dtype}, {leaves}; priors {self.priors} {self.alignment} {self.band}, "
+            f"marginal {self.marginal}, mask {self.mask}, {self.options}, statistics {self.statistics}, "
+            f"gradients {self.gradients}"
+        )
+
+
+def error(found: Tensor, truth: Tensor) -> float:
+    """Largest error, relative to 1 and to the largest element; equal infinities and NaN do not count."""
+    if not found.numel():
+        return 0.0
+    found, truth = found.double(), truth.double()
+    same = (found == truth) | (found.isnan() & truth.isnan())
+    gap = torch.where(same, 0.0, (found - truth).abs()).nan_to_num(nan=math.inf)
+    size = torch.where(truth.isfinite(), truth.abs(), 0.0)
+    return float((gap / (1 + size.max())).max())
+
+
+def check(seed: int) -> str | None:
+    """None, or what is wrong. The tolerance is a multiple of what the definition loses in the same dtype."""
+    problem = Problem(seed)
+    try:
+        choice = regard.select_backend(
+            *(problem.leaves[n] for n in "qkv"), **problem.call(problem.leaves), backend="auto"
+        )
+        if "native" in choice.reasons:
+            return None  # declined, with a reason
+        found = problem.run("native", None)
+        truth = problem.run("torch", torch.float64)
+        plain = problem.run("torch", None)
+    except Exception as raised:
+        return f"{type(raised).__name__}: {raised}"
+    half = problem.dtype in (torch.bfloat16, torch.float16)
+    # In relaxed and free rows the mass is an exponential of the scores: so is what rounding costs.
+    floor = 1e-12 if problem.dtype == torch.float64 else 2e-5
+    for name, value in found.items():
+        if value.shape != truth[name].shape:
+            return f"{name}: shape {list(value.shape)}, expected {list(truth[name].shape)}"
+        rounded = half and (name == "out" or name in ("grad q", "grad k", "grad v"))
+        bound = 4 * error(plain[name], truth[name]) + (torch.finfo(problem.dtype).eps if rounded else floor)
+        wrong = error(value, truth[name])
+        if not wrong <= bound:
+            return f"{name}: error {wrong:.1e}, expected at most {bound:.1e}"
+    return None
+
+
+def report(seed: int, wrong: str) -> str:
+    return f"{wrong}\n  {Problem(seed).describe()}\n  again: python tests/fuzz.py --seed {seed}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--seed", type=int, action="append", help="only these")
+    options = parser.parse_args()
+    first = random.SystemRandom().randrange(2**31)
+    end, tried, failed = time.monotonic() + 60 * options.minutes, 0, 0
+    if not options.seed:
+        print(f"seeds from {first} for {options.minutes:g} minutes", flush=True)
+    seeds = iter(options.seed) if options.seed else iter(range(first, first + 2**31))
+    try:
+        for seed in seeds:
+            if not options.seed and time.monotonic() > end:
+                break
+            tried += 1
+            if wrong := check(seed):
+                failed += 1
+                print(f"FAILED: {report(seed, wrong)}", flush=True)
+    except KeyboardInterrupt:
+        pass
+    print(f"{tried} problems, {failed} failures")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

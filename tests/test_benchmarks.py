@@ -1,0 +1,103 @@
+"""The benchmarks' own judgement: who computes right passes their gate, nobody else does; results are written."""
+
+import csv
+import sys
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import contest
+import measure
+import report
+import suite
+from contest import Case, Skip
+
+SMALL = [
+    Case("forward", 300, H=2, D=16),
+    Case("training", 300, H=2, D=16, kind="causal", train=True, telemetry=True),
+    Case("window", 400, H=2, D=16, kind="window"),
+    Case("decode", 300, H=4, Hkv=2, Tq=1, D=16, half=True),
+    Case("entmax", 200, H=2, D=16, kind="causal", family="entmax15", train=True),
+    Case("sparsemax", 200, H=2, D=16, family="sparsemax", train=True, sharpness=4.0),
+]
+
+
+@pytest.fixture(autouse=True)
+def any_backend(monkeypatch):
+    monkeypatch.setattr(contest, "BACKEND", "torch")  # serves everything, everywhere
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+@pytest.mark.parametrize("who", ["regard", "SDPA", "eager", "x-transformers"])
+def test_the_gate_lets_the_right_pass_and_no_other(case, who):
+    if who == "x-transformers" and (case.kind == "window" or case.family != "softmax" or case.half):
+        pytest.skip("does not compete there")
+    if who == "eager" and case.Hkv:
+        pytest.skip("does not compete there")
+    try:
+        attention, judged_by = contest.enter(who, case)
+    except Skip as reason:
+        pytest.skip(str(reason))
+    inputs = case.inputs()
+    assert contest.error(attention, judged_by, inputs) <= contest.tolerance(judged_by)
+    shift = torch.zeros(case.D)
+    shift[3] = 0.2 if case.half else 1e-2
+    assert contest.error(lambda *x: attention(*x) + shift, judged_by, inputs) > contest.tolerance(judged_by)
+    if case.train:  # a right output with a wrong gradient
+        wrong = lambda q, k, v: attention(q, 0.99 * k + 0.01 * k.detach(), v)  # noqa: E731
+        assert contest.error(wrong, judged_by, inputs) > contest.tolerance(judged_by)
+
+
+def test_who_cannot_compete_says_why():
+    with pytest.raises(Skip, match="no backward"):
+        contest.flex(Case("c", 64, train=True))
+    with pytest.raises(Skip, match="would take"):
+        contest.eager(Case("c", 2**20))
+
+
+def test_density():
+    case = Case("c", 200, H=2, D=16, family="sparsemax")
+    assert contest.density(replace(case, sharpness=1e-3), replace(case, sharpness=1e-3).inputs()) == 1.0
+    assert contest.density(replace(case, sharpness=100.0), replace(case, sharpness=100.0).inputs()) < 0.05
+
+
+def test_every_entry_of_the_suite_can_be_made():
+    for full in (False, True):
+        entries = suite.entries(full)
+        assert len({e.case for e in entries}) == len(entries)
+        for entry in entries:
+            assert {*entry.targets, *entry.sparse} <= set(entry.case.peers) <= set(contest.CONTESTANTS)
+            assert entry.case.operations > 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux only")
+def test_peak_memory():
+    assert 60 < measure.peak_of(lambda: torch.ones(2**24).sum()) < 80  # 64 MiB, freed again at the end
+
+
+def test_the_paired_cost_finds_a_cost():
+    a = torch.randn(300, 300)
+    once, thrice = (lambda n=n: [a @ a for _ in range(n)] for n in (4, 12))
+    low, middle, high = measure.paired_cost(thrice, once, 0.2)
+    assert low <= middle <= high and 0.5 < middle < 5
+
+
+def test_results_are_written(tmp_path):
+    rows = []
+    for T in (128, 256):
+        row = report.Row("softmax, forward", "SDPA", "full", T, D=64)
+        row.ratios(measure.Spread.of([1.0, 2.0, 3.0]))
+        row.judge(">= 1.3", True)
+        rows.append(row)
+    table, page, plot = report.write(rows, {"cpu": "one & only", "torch": "2"}, tmp_path)
+    with table.open() as file:
+        found = list(csv.DictReader(file))
+    assert [r["T"] for r in found] == ["128", "256"] and found[0]["cpu"] == "one & only"
+    assert "2.00 (1.20–2.80)" in page.read_text() and "reached" in page.read_text()
+    tree = ElementTree.fromstring(plot.read_text())
+    assert len(tree.findall(".//{http://www.w3.org/2000/svg}circle")) == 2
