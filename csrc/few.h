@@ -1,5 +1,5 @@
-// The two products for few rows over many keys (decoding): memory sets the pace, and a lane per row would leave most lanes
-// empty. So lanes go along d, rows and their outputs lie as they are, and keys and values are widened in registers.
+// The two products for few rows over many keys (decoding): memory sets the pace, and a lane per row would leave most
+// lanes empty. So lanes go along d, rows and their outputs lie as they are, and keys and values are widened in registers.
 //   few_scores: panel[j][i]  = sum_d  q[i][d] * k[j][d]
 //   few_gather: o[i][d]     += sum_j  panel[j][i] * v[j][d]
 #pragma once
@@ -37,15 +37,16 @@ INLINE void few_score_tile(const R *q, int64_t D, const T *k, int64_t stride, R 
   }
 }
 
-// Four rows at a time: q holds a multiple of four, L too. What comes next is called for on the way: keys some tiles ahead
-// (beyond the block is the next one; beyond the last, a prefetch does no harm) and the values of this block.
+// Four rows at a time: q holds a multiple of four, L too. What comes next is called for on the way: keys some tiles
+// ahead (beyond the block is the next one; beyond the last, a prefetch does no harm) and the values of this block.
 template <class R, class T>
 void few_scores(const R *q, int64_t rows, int64_t D, const T *k, int64_t k_stride, int64_t keys, R *panel, int64_t L,
                 const T *v, int64_t v_stride, int64_t Dv) {
   constexpr int64_t AHEAD = 8;
   int64_t j = 0;
   for (; j + 2 <= keys; j += 2) {
-    for (int64_t next = j; next < j + 2; ++next) expect(k + (next + AHEAD) * k_stride, D), expect(v + next * v_stride, Dv);
+    for (int64_t next = j; next < j + 2; ++next)
+      expect(k + (next + AHEAD) * k_stride, D), expect(v + next * v_stride, Dv);
     for (int64_t i = 0; i < rows; i += 4)
       few_score_tile<R, T, 2>(q + i * D, D, k + j * k_stride, k_stride, panel + j * L + i, L);
   }
@@ -80,9 +81,11 @@ void few_gather(const R *panel, int64_t L, int64_t rows, const T *v, int64_t str
   constexpr int N = Simd<R>::N;
   int64_t d = 0;
   for (; d + 2 * N <= Dv; d += 2 * N)
-    for (int64_t i = 0; i < rows; i += 4) few_gather_tile<R, T, 2>(panel + i, L, v + d, stride, keys, o + i * Dv + d, Dv);
+    for (int64_t i = 0; i < rows; i += 4)
+      few_gather_tile<R, T, 2>(panel + i, L, v + d, stride, keys, o + i * Dv + d, Dv);
   for (; d + N <= Dv; d += N)
-    for (int64_t i = 0; i < rows; i += 4) few_gather_tile<R, T, 1>(panel + i, L, v + d, stride, keys, o + i * Dv + d, Dv);
+    for (int64_t i = 0; i < rows; i += 4)
+      few_gather_tile<R, T, 1>(panel + i, L, v + d, stride, keys, o + i * Dv + d, Dv);
   for (; d < Dv; ++d)
     for (int64_t i = 0; i < rows; ++i)
       for (int64_t j = 0; j < keys; ++j) o[i * Dv + d] += panel[j * L + i] * (R)widen(v[j * stride + d]);

@@ -253,12 +253,16 @@ template <class F> INLINE void each_run(const uint8_t *live, int64_t keys, F f) 
   }
 }
 
-// What a tensor's elements are, if its rows can be read where they lie.
+// Whether a tensor's rows can be read where they lie, as elements of R.
 template <class R> INLINE bool rows_of(const Tensor &t, int64_t D) {
   return t.type == (sizeof(R) == 4 ? regard::F32 : regard::F64) && (t.s3 == 1 || D == 1);
 }
-template <> INLINE bool rows_of<Bf16>(const Tensor &t, int64_t D) { return t.type == regard::BF16 && (t.s3 == 1 || D == 1); }
-template <> INLINE bool rows_of<F16>(const Tensor &t, int64_t D) { return t.type == regard::F16 && (t.s3 == 1 || D == 1); }
+template <> INLINE bool rows_of<Bf16>(const Tensor &t, int64_t D) {
+  return t.type == regard::BF16 && (t.s3 == 1 || D == 1);
+}
+template <> INLINE bool rows_of<F16>(const Tensor &t, int64_t D) {
+  return t.type == regard::F16 && (t.s3 == 1 || D == 1);
+}
 
 // Keys (or values) of a block as rows of T: where they lie if that is what they are, else a copy (T = R).
 template <class R, class T = R>

@@ -92,7 +92,11 @@ void gather(const R *panel, const R *b, int64_t stride, int64_t keys, int64_t D,
 template <class R, int L, int KEYS, int NV>
 INLINE void scatter_tile(const R *panel, const R *a, int64_t stride, R *c) {
   constexpr int N = Simd<R>::N;
-  Vec<R> sum[KEYS][NV] = {};
+  Vec<R> sum[KEYS][NV];
+#pragma GCC unroll 16
+  for (int k = 0; k < KEYS; ++k)
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; ++n) sum[k][n] = load(c + k * stride + n * N);
   const auto step = [&](int64_t i) __attribute__((always_inline)) {
     Vec<R> x[NV];
 #pragma GCC unroll 8
@@ -109,7 +113,7 @@ INLINE void scatter_tile(const R *panel, const R *a, int64_t stride, R *c) {
   for (int k = 0; k < KEYS; ++k)
 #pragma GCC unroll 8
     for (int n = 0; n < NV; ++n)
-      store(c + k * stride + n * N, load(c + k * stride + n * N) + sum[k][n]);
+      store(c + k * stride + n * N, sum[k][n]);
 }
 
 // a and c have rows of `stride` elements, a multiple of the vector's.
