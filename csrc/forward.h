@@ -9,12 +9,16 @@
 //   at the end each row turns its sums into output, dual and statistics.
 // Few rows over many keys (decoding): query heads that share a key head become rows of one block, and the keys are split
 // into a number of parts that depends on the shape alone; parts are merged in order, so threads never change a result.
+// Rows that fit one vector (NV = 1) have their products from few.h, and O lies in rows: [L][Dv].
 #pragma once
+#include "few.h"
 #include "rows.h"
 
 namespace {
 
-constexpr int64_t KEY_BLOCK = 96;  // measured: 48 and 64 are within 2 %, no better
+// Keys per block. Few rows (NV = 1): a block's values wait in the first-level cache for their turn.
+// Measured: 48 and 64 are within 2 % of 96, no better.
+template <int NV> constexpr int64_t KEY_BLOCK = NV == 1 ? 32 : 96;
 constexpr int64_t ROW_BLOCKS = 4;  // blocks of rows that share a block of keys while it is in the cache
 
 struct Wanted {
@@ -27,6 +31,16 @@ struct Wanted {
     first = p.first_key_mass, spread = p.spread, drop = (bool)p.dropout_key;
   }
 };
+
+// O <- r O, for vector n of a block's rows.
+template <class R, int NV> INLINE void rescale(R *o, int64_t Dv, int n, Vec<R> r) {
+  constexpr int N = Simd<R>::N, L = N * NV;
+  if (NV == 1)
+    for (int i = 0; i < L; ++i)
+      for (int64_t d = 0; d < Dv; ++d) o[i * Dv + d] *= r[i];
+  else
+    for (int64_t d = 0; d < Dv; ++d) store(o + d * L + n * N, r * load(o + d * L + n * N));
+}
 
 // What a block of rows has summed so far. Weights are relative to 2^m, scores to the anchor (that of the heaviest key).
 template <class R, int NV> struct State {
@@ -68,17 +82,14 @@ template <class R, int NV> struct State {
   }
 
   // Add what another part of the keys gave to the same rows.
-  void merge(State &other, R *ot, const R *other_ot, int64_t Dv) {
-    constexpr int N = Simd<R>::N, L = N * NV;
+  void merge(State &other, R *ot, R *other_ot, int64_t Dv) {
+    constexpr int L = Simd<R>::N * NV;
     for (int n = 0; n < NV; ++n) {
       const V to = vmax(m[n], other.m[n]);
       const V heavier = m[n] >= other.m[n] ? anchor[n] : other.anchor[n];
       move_anchor(n, heavier), other.move_anchor(n, heavier);
       const V r = raise(n, to), q = other.raise(n, to);
-      for (int64_t d = 0; d < Dv; ++d) {
-        R *o = ot + d * L + n * N;
-        store(o, r * load(o) + q * load(other_ot + d * L + n * N));
-      }
+      rescale<R, NV>(ot, Dv, n, r), rescale<R, NV>(other_ot, Dv, n, q);
       l[n] += other.l[n], e1[n] += other.e1[n], e2[n] += other.e2[n];
       collision[n] += other.collision[n], count[n] += other.count[n], spread[n] += other.spread[n];
       y1[n] += other.y1[n], y2[n] += other.y2[n];
@@ -87,17 +98,18 @@ template <class R, int NV> struct State {
       raise_prior(n, prior), other.raise_prior(n, prior);
       prior_sum[n] += other.prior_sum[n];
     }
+    for (int64_t at = 0; at < L * Dv; ++at) ot[at] += other_ot[at];
   }
 };
 
 // A thread's panels.
 template <class R, int NV> struct Panels {
-  static constexpr int64_t SIZE = KEY_BLOCK * Simd<R>::N * NV;
+  static constexpr int64_t SIZE = KEY_BLOCK<NV> * Simd<R>::N * NV;
   R *x, *gate, *bias, *score, *spare;
   uint8_t *live;
   explicit Panels(Arena &arena)
       : x(arena.take<R>(SIZE)), gate(arena.take<R>(SIZE)), bias(arena.take<R>(SIZE)), score(arena.take<R>(SIZE)),
-        spare(arena.take<R>(SIZE)), live(arena.take<uint8_t>(KEY_BLOCK)) {}
+        spare(arena.take<R>(SIZE)), live(arena.take<uint8_t>(KEY_BLOCK<NV>)) {}
 };
 
 template <int C> struct Count {
@@ -106,7 +118,7 @@ template <int C> struct Count {
 
 // x -> p in place, for one vector of rows; the block's sums are made apart and then added: shorter chains of rounding.
 template <class R, int NV, bool MOMENTS, bool ZERO>
-INLINE void weigh(State<R, NV> &state, int n, Vec<R> safe, int64_t keys, R *x) {
+__attribute__((noinline)) void weigh(State<R, NV> &state, int n, Vec<R> safe, int64_t keys, R *x) {
   using V = Vec<R>;
   constexpr int N = Simd<R>::N, L = N * NV;
   V l = {}, e1 = {}, e2 = {};
@@ -128,16 +140,16 @@ INLINE void weigh(State<R, NV> &state, int n, Vec<R> safe, int64_t keys, R *x) {
     }
   };
   int64_t j = 0;
-  for (; j + 4 <= keys; j += 4) some(j, Count<4>());
+  for (; j + 2 <= keys; j += 2) some(j, Count<2>());  // four at once do not fit 16 registers
   for (; j < keys; ++j) some(j, Count<1>());
   state.l[n] += l;
   if (MOMENTS) state.e1[n] += e1, state.e2[n] += e2;
 }
 
-// One block of keys for one block of rows; k and v point at key `first`.
-template <class R, int NV>
+// One block of keys for one block of rows; k and v point at key `first`. T: what they are stored as; R unless NV = 1.
+template <class R, int NV, class T>
 void attend(const Problem &p, const Terms &terms, const Wanted &want, const Rows<R, NV> &rows, State<R, NV> &state,
-            const R *qt, R *ot, int64_t first, int64_t keys, const R *k, int64_t k_stride, const R *v, int64_t v_stride,
+            const R *qt, R *ot, int64_t first, int64_t keys, const T *k, int64_t k_stride, const T *v, int64_t v_stride,
             Panels<R, NV> &panels) {
   using V = Vec<R>;
   using M = Mask<R>;
@@ -147,11 +159,14 @@ void attend(const Problem &p, const Terms &terms, const Wanted &want, const Rows
   if (gate == CLOSED) return;
   V tops[NV];
   for (int n = 0; n < NV; ++n) tops[n] = all(-INF<R>);
-  const bool plain = gate == OPEN && terms.folded;
-  if (plain)
-    scores<R, NV, true>(qt, k, k_stride, p.D, keys, x, tops, p.D == p.Dv && k_stride == v_stride ? v : nullptr);
+  const bool plain = NV > 1 && gate == OPEN && terms.folded;  // the product finds the largest on its way
+  const int64_t some = (rows.n + 3) / 4 * 4;                   // rows, as few.h counts them
+  if constexpr (NV == 1)
+    few_scores(qt, some, p.D, k, k_stride, keys, x, L, v, v_stride, p.Dv);
+  else if (plain)
+    scores<R, NV, true>(qt, k, k_stride, p.D, keys, x, tops);
   else
-    scores<R, NV, false>(qt, k, k_stride, p.D, keys, x, nullptr, p.D == p.Dv && k_stride == v_stride ? v : nullptr);
+    scores<R, NV, false>(qt, k, k_stride, p.D, keys, x);
   if (gate == PARTLY || !terms.folded)
     dress(p, terms, rows, keys, x, gate == PARTLY ? panels.gate : nullptr, panels.bias,
           want.apart ? panels.score : nullptr, (R *)nullptr);
@@ -173,7 +188,7 @@ void attend(const Problem &p, const Terms &terms, const Wanted &want, const Rows
     }
     if (any(higher)) {
       const V r = state.raise(n, to);
-      for (int64_t d = 0; d < p.Dv; ++d) store(ot + d * L + n * N, r * load(ot + d * L + n * N));
+      rescale<R, NV>(ot, p.Dv, n, r);
     }
     const V safe = to == -INF<R> ? V{} : to;
     if (gate == OPEN)
@@ -216,7 +231,10 @@ void attend(const Problem &p, const Terms &terms, const Wanted &want, const Rows
   }
   if (p.out)
     each_run(gate == PARTLY ? panels.live : nullptr, keys, [&](int64_t from, int64_t to) {
-      gather<R, NV>(x + from * L, v + from * v_stride, v_stride, to - from, p.Dv, ot);
+      if constexpr (NV == 1)
+        few_gather(x + from * L, L, some, v + from * v_stride, v_stride, to - from, p.Dv, ot);
+      else
+        gather<R, NV>(x + from * L, v + from * v_stride, v_stride, to - from, p.Dv, ot);
     });
 }
 
@@ -317,7 +335,9 @@ void finish(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, const
   if (p.out) {
     R *out[L];
     for (int i = 0; i < rows.n; ++i) out[i] = (R *)p.out + rows.flat(p, i) * p.Dv;
-    to_rows(ot, L, share, rows.n, p.Dv, out);
+    if (NV > 1) return to_rows(ot, L, share, rows.n, p.Dv, out);
+    for (int i = 0; i < rows.n; ++i)
+      for (int64_t d = 0; d < p.Dv; ++d) out[i][d] = ot[i * p.Dv + d] * share[i];
   }
 }
 
@@ -332,19 +352,20 @@ template <class R, int NV> struct Cut {
     packed = group > 1 && p.Tq < 16;
     units = p.B * (packed ? p.Hkv : p.H), rows = packed ? p.Tq * group : p.Tq;
     const int64_t blocks_of_rows = (rows + L - 1) / L;
-    blocks = least(ROW_BLOCKS, most((int64_t)1, units * blocks_of_rows / 32));
+    // Few rows: all of them in one task, so that the keys are read once.
+    blocks = least(ROW_BLOCKS, p.Tq < 16 ? blocks_of_rows : most((int64_t)1, units * blocks_of_rows / 32));
     tasks = (blocks_of_rows + blocks - 1) / blocks;
     splits = least((64 + units * tasks - 1) / (units * tasks), most((int64_t)1, p.Tk / 512));
     if (units * tasks >= 32) splits = 1;
     keys = (p.Tk + splits - 1) / splits;
-    keys = (keys + KEY_BLOCK - 1) / KEY_BLOCK * KEY_BLOCK;
+    keys = (keys + KEY_BLOCK<NV> - 1) / KEY_BLOCK<NV> * KEY_BLOCK<NV>;
   }
   // A block of rows: transposed queries, transposed output, sums.
   int64_t block_bytes(const Problem &p) const {
     return L * (p.D + p.Dv) * sizeof(R) + sizeof(Rows<R, NV>) + sizeof(State<R, NV>) + 512;
   }
   int64_t thread_bytes(const Problem &p) const {
-    return blocks * block_bytes(p) + (5 * Panels<R, NV>::SIZE + KEY_BLOCK * (p.D + p.Dv)) * sizeof(R) + KEY_BLOCK + 1024;
+    return blocks * block_bytes(p) + (5 * Panels<R, NV>::SIZE + KEY_BLOCK<NV> * (p.D + p.Dv)) * sizeof(R) + KEY_BLOCK<NV> + 1024;
   }
   int64_t part_bytes(const Problem &p) const {
     return splits > 1 ? (L * p.Dv * (int64_t)sizeof(R) + (int64_t)sizeof(State<R, NV>) + 63) / 64 * 64 : 0;
@@ -359,7 +380,7 @@ template <class R, int NV> struct Cut {
   }
 };
 
-template <class R, int NV> void forward_as(const Problem &p) {
+template <class R, int NV, class T> void forward_as(const Problem &p) {
   using RowsOf = Rows<R, NV>;
   using StateOf = State<R, NV>;
   const Terms terms(p);
@@ -376,7 +397,8 @@ template <class R, int NV> void forward_as(const Problem &p) {
     const int64_t unit = job / cut.splits / cut.tasks;
     Arena arena{scratch + thread * (cut.thread_bytes(p) / 64 * 64)};
     Panels<R, NV> panels(arena);
-    R *k_spare = arena.take<R>(KEY_BLOCK * p.D), *v_spare = arena.take<R>(KEY_BLOCK * p.Dv);
+    if (NV == 1) memset(panels.x, 0, Panels<R, NV>::SIZE * sizeof(R));  // lanes without a row are not written
+    R *k_spare = arena.take<R>(KEY_BLOCK<NV> * p.D), *v_spare = arena.take<R>(KEY_BLOCK<NV> * p.Dv);
     RowsOf *rows[ROW_BLOCKS];
     StateOf *state[ROW_BLOCKS];
     R *qt[ROW_BLOCKS], *ot[ROW_BLOCKS];
@@ -388,15 +410,18 @@ template <class R, int NV> void forward_as(const Problem &p) {
       cut.place(p, *rows[g], unit, first_block + g);
       state[g]->clear();
       memset(ot[g], 0, L * p.Dv * sizeof(R));
-      rows[g]->transpose(p.query, p.D, qt[g], [&](int i) { return rows[g]->factor(p, terms, i); });
+      if (NV == 1)
+        rows[g]->gather_rows(p.query, p.D, qt[g], [&](int i) { return rows[g]->factor(p, terms, i); });
+      else
+        rows[g]->transpose(p.query, p.D, qt[g], [&](int i) { return rows[g]->factor(p, terms, i); });
       lo = least(lo, rows[g]->lo), hi = most(hi, rows[g]->hi);
     }
     lo = most(lo, split * cut.keys), hi = least(hi, (split + 1) * cut.keys);
-    for (int64_t from = lo; from < hi; from += KEY_BLOCK) {
-      const int64_t keys = least(KEY_BLOCK, hi - from);
+    for (int64_t from = lo; from < hi; from += KEY_BLOCK<NV>) {
+      const int64_t keys = least(KEY_BLOCK<NV>, hi - from);
       int64_t k_stride, v_stride;
-      const R *k = as_rows(p.key, rows[0]->b, rows[0]->kv, from, keys, p.D, k_spare, k_stride);
-      const R *v = as_rows(p.value, rows[0]->b, rows[0]->kv, from, keys, p.Dv, v_spare, v_stride);
+      const T *k = as_rows<R, T>(p.key, rows[0]->b, rows[0]->kv, from, keys, p.D, k_spare, k_stride);
+      const T *v = as_rows<R, T>(p.value, rows[0]->b, rows[0]->kv, from, keys, p.Dv, v_spare, v_stride);
       for (int64_t g = 0; g < blocks; ++g) {
         const int64_t a = most(from, rows[g]->lo), z = least(from + keys, rows[g]->hi);
         if (a < z)
@@ -424,7 +449,7 @@ template <class R, int NV> void forward_as(const Problem &p) {
     R *ot = (R *)(part + sizeof(StateOf));
     for (int64_t split = 1; split < cut.splits; ++split) {
       char *other = part + split * part_bytes;
-      state->merge(*(StateOf *)other, ot, (const R *)(other + sizeof(StateOf)), p.Dv);
+      state->merge(*(StateOf *)other, ot, (R *)(other + sizeof(StateOf)), p.Dv);
     }
     finish(p, terms, rows, *state, ot);
   });

@@ -79,19 +79,34 @@ namespace {
 
 using regard::Problem;
 
-// Few rows do not fill three vectors.
-template <class R> bool narrow(const Problem &p) {
-  const int64_t group = p.H / p.Hkv;
-  return (group > 1 && p.Tq < 16 ? group * p.Tq : p.Tq) <= Simd<R>::N;
+// Vectors of rows per block: few rows do not fill three. Rows of one vector are taken by fours, so it must hold four.
+template <class R> int width(const Problem &p) {
+  constexpr int64_t N = Simd<R>::N;
+  const int64_t group = p.H / p.Hkv, rows = group > 1 && p.Tq < 16 ? group * p.Tq : p.Tq;
+  if (rows <= N && N >= 4) return 1;
+  return rows <= 2 * N || (rows > 3 * N && rows <= 4 * N) ? 2 : 3;
 }
 
+// Links have blocks of one vector or three.
+template <class R> bool few_rows(const Problem &p) { return p.Tq * (p.H / p.Hkv) <= Simd<R>::N; }
+
 template <class R> int64_t forward_scratch_as(const Problem &p) {
-  if (p.family != regard::KL) return narrow<R>(p) ? PanelCut<R, 1>(p).bytes(p) : PanelCut<R, 3>(p).bytes(p);
-  return narrow<R>(p) ? Cut<R, 1>(p).bytes(p) : Cut<R, 3>(p).bytes(p);
+  if (p.family != regard::KL) return few_rows<R>(p) ? PanelCut<R, 1>(p).bytes(p) : PanelCut<R, 3>(p).bytes(p);
+  const int vectors = width<R>(p);
+  return vectors == 1 ? Cut<R, 1>(p).bytes(p) : vectors == 2 ? Cut<R, 2>(p).bytes(p) : Cut<R, 3>(p).bytes(p);
 }
 template <class R> void forward_of(const Problem &p) {
-  if (p.family != regard::KL) return narrow<R>(p) ? forward_link<R, 1>(p) : forward_link<R, 3>(p);
-  narrow<R>(p) ? forward_as<R, 1>(p) : forward_as<R, 3>(p);
+  const int vectors = width<R>(p);
+  if (p.family != regard::KL) return few_rows<R>(p) ? forward_link<R, 1>(p) : forward_link<R, 3>(p);
+  if (vectors == 2) return forward_as<R, 2, R>(p);
+  if (vectors == 3) return forward_as<R, 3, R>(p);
+  if constexpr (Simd<R>::N >= 4) {
+    if constexpr (sizeof(R) == 4) {
+      if (rows_of<Bf16>(p.key, p.D) && rows_of<Bf16>(p.value, p.Dv)) return forward_as<R, 1, Bf16>(p);
+      if (rows_of<F16>(p.key, p.D) && rows_of<F16>(p.value, p.Dv)) return forward_as<R, 1, F16>(p);
+    }
+    forward_as<R, 1, R>(p);
+  }
 }
 
 int64_t forward_scratch(const Problem &p) {

@@ -18,8 +18,9 @@ namespace {
 // A row's weights are kept in a list where at most this share of the keys has some: below it a sum over the list is
 // faster than a product with every key.
 constexpr double SPARSE_SHARE = 0.2;
+constexpr int64_t PANEL_KEYS = 96;        // keys per block
 constexpr int64_t SAMPLE = 16;            // one key in so many makes a first guess of the price
-constexpr int64_t STAGE = 2 * KEY_BLOCK;  // keys after which the price is solved for the first time
+constexpr int64_t STAGE = 2 * PANEL_KEYS;  // keys after which the price is solved for the first time
 
 struct Reading {  // what a call wants besides output and price
   bool entropy, moments, energy, collision, top, support, admissible, first, spread, drop, prior_mass, log_prior, soft;
@@ -73,13 +74,13 @@ template <class R, int NV> struct PanelCut {
     blocks = (cut.rows + L - 1) / L;
     span = p.Tk;
     if (p.left + p.right < p.Tk) span = least(span, most((int64_t)1, p.left + p.right + 1 + (cut.packed ? p.Tq : L)));
-    if (p.marginal == regard::FREE) span = least(span, KEY_BLOCK);
+    if (p.marginal == regard::FREE) span = least(span, PANEL_KEYS);
   }
   int64_t list_rows() const { return span / 3 + 1; }
-  int64_t segments() const { return span / KEY_BLOCK + 2; }
+  int64_t segments() const { return span / PANEL_KEYS + 2; }
   int64_t thread_bytes(const Problem &p) const {
     const int64_t prior = p.family != regard::KL ? span : 0;
-    const int64_t numbers = L * (span + prior + 4 * KEY_BLOCK + p.D + 2 * p.Dv) + KEY_BLOCK * (p.D + p.Dv) + 2 * padded_value(p);
+    const int64_t numbers = L * (span + prior + 4 * PANEL_KEYS + p.D + 2 * p.Dv) + PANEL_KEYS * (p.D + p.Dv) + 2 * padded_value(p);
     const int64_t lists = p.marginal == regard::FREE ? 0 : list_rows() * L;
     return (numbers * (int64_t)sizeof(R) + lists * (int64_t)(sizeof(int32_t) + 3 * sizeof(R)) + span + (int64_t)sizeof(Sheet<R, NV>) +
             segments() * (int64_t)sizeof(typename Sheet<R, NV>::Segment) + (int64_t)sizeof(Rows<R, NV>) +
@@ -93,13 +94,13 @@ template <class R, int NV> struct PanelCut {
     s.x = arena.take<R>(span * L);
     s.prior = terms.prior ? arena.take<R>(span * L) : nullptr;
     const bool lists = p.marginal != regard::FREE;
-    s.w = arena.take<R>(lists ? most(KEY_BLOCK, list_rows()) * L : KEY_BLOCK * L);
+    s.w = arena.take<R>(lists ? most(PANEL_KEYS, list_rows()) * L : PANEL_KEYS * L);
     s.list = lists ? arena.take<R>(list_rows() * L) : nullptr;
     s.list_prior = lists && terms.prior ? arena.take<R>(list_rows() * L) : nullptr;
     s.index = lists ? arena.take<int32_t>(list_rows() * L) : nullptr;
     s.room = lists ? list_rows() : 0;
-    s.bias = arena.take<R>(KEY_BLOCK * L), s.spare = arena.take<R>(KEY_BLOCK * L), s.gate = arena.take<R>(KEY_BLOCK * L);
-    s.k_spare = arena.take<R>(KEY_BLOCK * p.D), s.v_spare = arena.take<R>(KEY_BLOCK * p.Dv);
+    s.bias = arena.take<R>(PANEL_KEYS * L), s.spare = arena.take<R>(PANEL_KEYS * L), s.gate = arena.take<R>(PANEL_KEYS * L);
+    s.k_spare = arena.take<R>(PANEL_KEYS * p.D), s.v_spare = arena.take<R>(PANEL_KEYS * p.Dv);
     s.qt = arena.take<R>(L * p.D), s.ot = arena.take<R>(L * p.Dv), s.tilt_t = arena.take<R>(L * p.Dv);
     s.sums = arena.take<R>(2 * padded_value(p));
     s.live = arena.take<uint8_t>(span);
@@ -547,8 +548,8 @@ void attend_link(const Problem &p, const Terms &terms, const Reading &want, cons
   };
   bool listed = false, may_list = Link::SPARSE && p.marginal != regard::RELAX;
   int64_t next_stage = STAGE;
-  for (int64_t first = rows.lo; first < rows.hi; first += KEY_BLOCK) {
-    const int64_t keys = least(KEY_BLOCK, rows.hi - first);
+  for (int64_t first = rows.lo; first < rows.hi; first += PANEL_KEYS) {
+    const int64_t keys = least(PANEL_KEYS, rows.hi - first);
     R *x = s.x + s.rows * L, *gate = s.prior ? s.prior + s.rows * L : s.gate;
     const Gate open = open_gate(p, terms, rows, first, keys, gate, s.bias, s.spare, s.live + s.rows);
     if (open == CLOSED) continue;

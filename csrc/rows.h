@@ -116,6 +116,12 @@ template <class R, int NV> struct Rows {
       for (int64_t d = 0; d < D; ++d) to[d * L + i] = 0;
   }
 
+  // The rows as they are: to[lane][d] = t[row][d] * factor; 0 in lanes without a row.
+  template <class F> void gather_rows(const Tensor &t, int64_t D, R *to, F factor) const {
+    memset(to, 0, L * D * sizeof(R));
+    for (int i = 0; i < n; ++i) copy<R>(t.data, t.type, at(t, i), t.s3, D, to + i * D, 1, factor(i));
+  }
+
   // panel[j][lane] = t[row][first + j], for a tensor that broadcasts to the plan.
   void fill(const Tensor &t, int64_t first, int64_t keys, R *panel) const {
     bool same = true;
@@ -252,18 +258,29 @@ template <class F> INLINE void each_run(const uint8_t *live, int64_t keys, F f) 
   }
 }
 
-// Keys (or values) of a block as rows of R: where they lie if that is what they are, else a copy.
-template <class R>
-const R *as_rows(const Tensor &t, int64_t b, int64_t kv, int64_t first, int64_t keys, int64_t D, R *spare,
+// Whether a tensor's rows can be read where they lie, as elements of R.
+template <class R> INLINE bool rows_of(const Tensor &t, int64_t D) {
+  return t.type == (sizeof(R) == 4 ? regard::F32 : regard::F64) && (t.s3 == 1 || D == 1);
+}
+template <> INLINE bool rows_of<Bf16>(const Tensor &t, int64_t D) {
+  return t.type == regard::BF16 && (t.s3 == 1 || D == 1);
+}
+template <> INLINE bool rows_of<F16>(const Tensor &t, int64_t D) {
+  return t.type == regard::F16 && (t.s3 == 1 || D == 1);
+}
+
+// Keys (or values) of a block as rows of T: where they lie if that is what they are, else a copy (T = R).
+template <class R, class T = R>
+const T *as_rows(const Tensor &t, int64_t b, int64_t kv, int64_t first, int64_t keys, int64_t D, R *spare,
                  int64_t &stride) {
   const int64_t at = t.s0 * b + t.s1 * kv + t.s2 * first;
-  if (t.type == (sizeof(R) == 4 ? regard::F32 : regard::F64) && (t.s3 == 1 || D == 1)) {
+  if (sizeof(T) != sizeof(R) || rows_of<T>(t, D)) {
     stride = t.s2;
-    return (const R *)t.data + at;
+    return (const T *)t.data + at;
   }
   for (int64_t j = 0; j < keys; ++j) copy<R>(t.data, t.type, at + j * t.s2, t.s3, D, spare + j * D, 1, (R)1);
   stride = D;
-  return spare;
+  return (const T *)spare;
 }
 
 // One thread's working memory, handed out in pieces that are a multiple of 64 bytes.

@@ -31,33 +31,26 @@ INLINE void score_tile(const R *at, const R *b, int64_t stride, int64_t D, R *pa
     }
   };
   by_four(D, step);
-#pragma GCC unroll 16
-  for (int k = 0; k < KEYS; ++k)
 #pragma GCC unroll 8
-    for (int n = 0; n < NV; ++n) {
+  for (int n = 0; n < NV; ++n) {
+    Vec<R> most = sum[0][n];
+#pragma GCC unroll 16
+    for (int k = 0; k < KEYS; ++k) {
       store(panel + k * L + n * N, sum[k][n]);
-      if (TOP) top[n] = vmax(top[n], sum[k][n]);
+      if (TOP && k) most = vmax(most, sum[k][n]);
     }
+    if (TOP) top[n] = vmax(top[n], most);
+  }
 }
 
-// Rows that will be needed soon, into the cache: with one vector of lanes the arithmetic is too short to wait for memory.
-template <class R> INLINE void expect(const R *rows, int64_t stride, int64_t count, int64_t D) {
-  for (int64_t j = 0; j < count; ++j)
-    for (int64_t d = 0; d < D; d += 64 / (int64_t)sizeof(R)) __builtin_prefetch(rows + j * stride + d);
-}
+// As many keys (or dimensions) as fill the registers with sums.
+template <int NV> constexpr int DEEP = TILE_KEYS * 3 / NV;
 
-// TOP: the largest of each lane, too. `next`: rows that are read after these (the values), of the same stride and number.
+// TOP: the largest of each lane, too.
 template <class R, int NV, bool TOP>
-void scores(const R *at, const R *b, int64_t stride, int64_t D, int64_t keys, R *panel, Vec<R> *top = nullptr,
-            const R *next = nullptr) {
-  constexpr int KEYS = NV == 1 ? 12 : TILE_KEYS, L = Simd<R>::N * NV;
+void scores(const R *at, const R *b, int64_t stride, int64_t D, int64_t keys, R *panel, Vec<R> *top = nullptr) {
+  constexpr int KEYS = DEEP<NV>, L = Simd<R>::N * NV;
   int64_t j = 0;
-  if (NV == 1 && next)
-    for (; j + KEYS <= keys; j += KEYS) {
-      expect(b + (j + 2 * KEYS) * stride, stride, KEYS, D);  // beyond the block is the next one
-      expect(next + j * stride, stride, KEYS, D);
-      score_tile<R, NV, KEYS, TOP>(at, b + j * stride, stride, D, panel + j * L, top);
-    }
   for (; j + KEYS <= keys; j += KEYS) score_tile<R, NV, KEYS, TOP>(at, b + j * stride, stride, D, panel + j * L, top);
   if (KEYS > 4)
     for (; j + 4 <= keys; j += 4) score_tile<R, NV, 4, TOP>(at, b + j * stride, stride, D, panel + j * L, top);
@@ -88,7 +81,7 @@ INLINE void gather_tile(const R *panel, const R *b, int64_t stride, int64_t keys
 
 template <class R, int NV>
 void gather(const R *panel, const R *b, int64_t stride, int64_t keys, int64_t D, R *ct) {
-  constexpr int DIMS = NV == 1 ? 12 : TILE_KEYS, L = Simd<R>::N * NV;
+  constexpr int DIMS = DEEP<NV>, L = Simd<R>::N * NV;
   int64_t d = 0;
   for (; d + DIMS <= D; d += DIMS) gather_tile<R, NV, DIMS>(panel, b + d, stride, keys, ct + d * L);
   if (DIMS > 4)
@@ -99,7 +92,11 @@ void gather(const R *panel, const R *b, int64_t stride, int64_t keys, int64_t D,
 template <class R, int L, int KEYS, int NV>
 INLINE void scatter_tile(const R *panel, const R *a, int64_t stride, R *c) {
   constexpr int N = Simd<R>::N;
-  Vec<R> sum[KEYS][NV] = {};
+  Vec<R> sum[KEYS][NV];
+#pragma GCC unroll 16
+  for (int k = 0; k < KEYS; ++k)
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; ++n) sum[k][n] = load(c + k * stride + n * N);
   const auto step = [&](int64_t i) __attribute__((always_inline)) {
     Vec<R> x[NV];
 #pragma GCC unroll 8
@@ -116,7 +113,7 @@ INLINE void scatter_tile(const R *panel, const R *a, int64_t stride, R *c) {
   for (int k = 0; k < KEYS; ++k)
 #pragma GCC unroll 8
     for (int n = 0; n < NV; ++n)
-      store(c + k * stride + n * N, load(c + k * stride + n * N) + sum[k][n]);
+      store(c + k * stride + n * N, sum[k][n]);
 }
 
 // a and c have rows of `stride` elements, a multiple of the vector's.

@@ -10,7 +10,7 @@
 
 namespace {
 
-// The register tile: TILE_KEYS keys x 3 vectors of rows; the narrow one: 12 keys x 1 vector. SCATTER_*: see tiles.h.
+// The register tile: TILE_KEYS keys x 3 vectors of rows. SCATTER_*: see tiles.h.
 #if defined(__AVX512F__)
 constexpr int BYTES = 64, TILE_KEYS = 8, SCATTER_VECTORS = 4;
 #elif defined(__AVX2__)
@@ -80,6 +80,31 @@ template <class M> INLINE unsigned lanes_of(M mask) {
   for (unsigned n = 0; n < N; ++n) bits |= (unsigned)(mask[n] != 0) << n;
   return bits;
 #endif
+}
+
+// The sums over the lanes of four vectors.
+template <class R> INLINE void add_lanes(const Vec<R> (&x)[4], R *to) {
+#if defined(__AVX2__)
+  if constexpr (sizeof(R) == 4) {
+    __m256 y[4];
+    for (int i = 0; i < 4; ++i) {
+#if defined(__AVX512F__)
+      const __m512 z = (__m512)x[i];
+      y[i] = _mm256_add_ps(_mm512_castps512_ps256(z), _mm512_extractf32x8_ps(z, 1));
+#else
+      y[i] = (__m256)x[i];
+#endif
+    }
+    const __m256 sums = _mm256_hadd_ps(_mm256_hadd_ps(y[0], y[1]), _mm256_hadd_ps(y[2], y[3]));
+    _mm_storeu_ps((float *)to, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
+    return;
+  }
+#endif
+  for (int i = 0; i < 4; ++i) {
+    R sum = 0;
+    for (int n = 0; n < Simd<R>::N; ++n) sum += x[i][n];
+    to[i] = sum;
+  }
 }
 
 template <class R> constexpr R INF = (R)__builtin_inf();
@@ -244,6 +269,30 @@ INLINE float widen_f16(uint16_t x) {
     memcpy(&y, &bits, 4);
   }
   return y;
+#endif
+}
+
+// Eight or so elements in a register, whatever they are stored as.
+struct Bf16 { uint16_t bits; };
+struct F16 { uint16_t bits; };
+template <class R> INLINE R widen(R x) { return x; }
+INLINE float widen(Bf16 x) { return widen_bf16(x.bits); }
+INLINE float widen(F16 x) { return widen_f16(x.bits); }
+template <class R> INLINE Vec<R> load_wide(const R *p) { return load(p); }
+INLINE Vec<float> load_wide(const Bf16 *p) {
+  typedef uint16_t Half __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
+  typedef uint32_t Whole __attribute__((vector_size(BYTES)));
+  return (Vec<float>)(__builtin_convertvector(*(const Half *)p, Whole) << 16);
+}
+INLINE Vec<float> load_wide(const F16 *p) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(__F16C__)
+  return (Vec<float>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#else
+  Vec<float> x;
+  for (int n = 0; n < Simd<float>::N; ++n) x[n] = widen_f16(p[n].bits);
+  return x;
 #endif
 }
 

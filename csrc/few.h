@@ -1,0 +1,94 @@
+// The two products for few rows over many keys (decoding): memory sets the pace, and a lane per row would leave most
+// lanes empty. So lanes go along d, rows and their outputs lie as they are, and keys and values are widened in registers.
+//   few_scores: panel[j][i]  = sum_d  q[i][d] * k[j][d]
+//   few_gather: o[i][d]     += sum_j  panel[j][i] * v[j][d]
+#pragma once
+#include "tiles.h"
+
+namespace {
+
+template <class T> INLINE void expect(const T *row, int64_t D) {
+  for (int64_t d = 0; d < D; d += 64 / (int64_t)sizeof(T)) __builtin_prefetch(row + d);
+}
+
+template <class R, class T, int KEYS>
+INLINE void few_score_tile(const R *q, int64_t D, const T *k, int64_t stride, R *panel, int64_t L) {
+  constexpr int N = Simd<R>::N;
+  Vec<R> sum[KEYS][4] = {};
+  int64_t d = 0;
+  for (; d + N <= D; d += N) {
+    Vec<R> x[KEYS];
+#pragma GCC unroll 4
+    for (int j = 0; j < KEYS; ++j) x[j] = load_wide(k + j * stride + d);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const Vec<R> a = load(q + i * D + d);
+#pragma GCC unroll 4
+      for (int j = 0; j < KEYS; ++j) sum[j][i] += a * x[j];
+    }
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < KEYS; ++j) {
+    R total[4];
+    add_lanes(sum[j], total);
+    for (int64_t rest = d; rest < D; ++rest)
+      for (int i = 0; i < 4; ++i) total[i] += q[i * D + rest] * (R)widen(k[j * stride + rest]);
+    memcpy(panel + j * L, total, sizeof total);
+  }
+}
+
+// Four rows at a time: q holds a multiple of four, L too. What comes next is called for on the way: keys some tiles
+// ahead (beyond the block is the next one; beyond the last, a prefetch does no harm) and the values of this block.
+template <class R, class T>
+void few_scores(const R *q, int64_t rows, int64_t D, const T *k, int64_t k_stride, int64_t keys, R *panel, int64_t L,
+                const T *v, int64_t v_stride, int64_t Dv) {
+  constexpr int64_t AHEAD = 8;
+  int64_t j = 0;
+  for (; j + 2 <= keys; j += 2) {
+    for (int64_t next = j; next < j + 2; ++next)
+      expect(k + (next + AHEAD) * k_stride, D), expect(v + next * v_stride, Dv);
+    for (int64_t i = 0; i < rows; i += 4)
+      few_score_tile<R, T, 2>(q + i * D, D, k + j * k_stride, k_stride, panel + j * L + i, L);
+  }
+  for (; j < keys; ++j)
+    for (int64_t i = 0; i < rows; i += 4)
+      few_score_tile<R, T, 1>(q + i * D, D, k + j * k_stride, k_stride, panel + j * L + i, L);
+}
+
+template <class R, class T, int NV>
+INLINE void few_gather_tile(const R *panel, int64_t L, const T *v, int64_t stride, int64_t keys, R *o, int64_t Dv) {
+  constexpr int N = Simd<R>::N;
+  Vec<R> sum[4][NV] = {};
+  for (int64_t j = 0; j < keys; ++j) {
+    Vec<R> x[NV];
+#pragma GCC unroll 4
+    for (int n = 0; n < NV; ++n) x[n] = load_wide(v + j * stride + n * N);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const Vec<R> p = all(panel[j * L + i]);
+#pragma GCC unroll 4
+      for (int n = 0; n < NV; ++n) sum[i][n] += p * x[n];
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)
+#pragma GCC unroll 4
+    for (int n = 0; n < NV; ++n) store(o + i * Dv + n * N, load(o + i * Dv + n * N) + sum[i][n]);
+}
+
+template <class R, class T>
+void few_gather(const R *panel, int64_t L, int64_t rows, const T *v, int64_t stride, int64_t keys, int64_t Dv, R *o) {
+  constexpr int N = Simd<R>::N;
+  int64_t d = 0;
+  for (; d + 2 * N <= Dv; d += 2 * N)
+    for (int64_t i = 0; i < rows; i += 4)
+      few_gather_tile<R, T, 2>(panel + i, L, v + d, stride, keys, o + i * Dv + d, Dv);
+  for (; d + N <= Dv; d += N)
+    for (int64_t i = 0; i < rows; i += 4)
+      few_gather_tile<R, T, 1>(panel + i, L, v + d, stride, keys, o + i * Dv + d, Dv);
+  for (; d < Dv; ++d)
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < keys; ++j) o[i * Dv + d] += panel[j * L + i] * (R)widen(v[j * stride + d]);
+}
+
+}  // namespace
