@@ -173,8 +173,7 @@ class AttendBackward(torch.autograd.Function):
 
 def _skeleton(form: Form) -> Form:
     """The form without its tensors (log-priors keep their number), so that a context does not hold them twice."""
-    empty = {slot: None for slot in form.tensors() if "." not in slot}
-    return dataclasses.replace(form, log_priors=[None] * len(form.log_priors), **empty)  # type: ignore[arg-type]
+    return form.with_tensors(dict.fromkeys(form.tensors()))  # type: ignore[arg-type]
 
 
 def _logical_batch(slots: tuple, dims: tuple, tensors: tuple) -> int:

@@ -36,7 +36,15 @@ _PRIORS = 4  # log-priors that a record holds
 # The record's first fields, in order.
 _NUMBERS = (
     *("threads", "compute", "B", "H", "Hkv", "Tq", "Tk", "D", "Dv", "left", "right", "offset", "marginal", "threshold"),
-    *("scale", "softcap", "mass", "kept_scale"),
+    *("scale", "softcap", "mass", "kept_scale", "level_value", "temperature_value"),
+)
+# The form's tensors, by their name in the record too; of the record's tensors, those that no dimension of broadcasts.
+_TENSORS = (
+    *("query", "key", "value", "score_bias", "mask", "slopes", "query_ids", "key_ids", "dropout_key"),
+    *("level", "temperature"),
+)
+_FULL = frozenset(
+    ("query", "key", "value", "saved_out", "saved_dual", "saved_lse", "saved_entropy", "saved_peak", "saved_rest")
 )
 # A statistic's field where its name is taken.
 _FIELDS = {"value": "free_energy", "mass": "mass_sent", "value_spread": "spread"}
@@ -62,18 +70,19 @@ def _extension() -> tuple[Any, str]:
 
 
 class _Layout:
-    """Where each field lies in the record."""
+    """Where each field lies in the record, and what writes it there: write(record, at, *values)."""
 
     def __init__(self, fields: list[list[str]]) -> None:
-        self.at: dict[str, int] = {}
-        formats, blank = [], []
+        self.fields: dict[str, tuple[Any, int]] = {}
+        letters, size = "", 0
         for name, kind in fields:
-            self.at[name] = len(blank)
-            count, letter = {"int": (1, "q"), "real": (1, "d"), "tensor": (6, "q")}[kind]
-            formats.append(letter * count)
-            blank += [0.0 if kind == "real" else 0] * count
-        assert tuple(self.at)[: len(_NUMBERS)] == _NUMBERS
-        self.blank, self.pack = blank, struct.Struct("=" + "".join(formats)).pack
+            letter = {"int": "q", "real": "d", "tensor": "6q"}[kind]
+            packer = struct.Struct("=" + letter)
+            self.fields[name] = packer.pack_into, size
+            letters, size = letters + letter, size + packer.size
+        assert tuple(self.fields)[: len(_NUMBERS)] == _NUMBERS
+        self.fields["numbers"] = struct.Struct("=" + letters[: len(_NUMBERS)]).pack_into, 0
+        self.blank = bytes(size)
 
 
 @cache
@@ -86,22 +95,25 @@ class _Record:
 
     def __init__(self) -> None:
         layout = _layout()
-        self.at, self.values, self.pack = layout.at, layout.blank.copy(), layout.pack
+        self.fields, self.record = layout.fields, bytearray(layout.blank)
 
-    def put(self, name: str, value: float) -> None:
-        self.values[self.at[name]] = value
+    def put(self, name: str, *values: float) -> None:
+        write, at = self.fields[name]
+        write(self.record, at, *values)
 
     def tensor(self, name: str, tensor: Tensor | None) -> None:
         if tensor is None:
             return
         strides = tensor.stride()
-        if 1 in tensor.shape:
-            strides = tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, strides, strict=True))
-        start = self.at[name]
-        self.values[start : start + 2 + len(strides)] = (tensor.data_ptr(), _TYPES[tensor.dtype], *strides)
+        if name not in _FULL and 1 in tensor.shape:
+            strides = [0 if size == 1 else stride for size, stride in zip(tensor.shape, strides, strict=True)]
+        if len(strides) == 3:
+            strides = (*strides, 0)
+        write, at = self.fields[name]
+        write(self.record, at, tensor.data_ptr(), _TYPES[tensor.dtype], *strides)
 
     def bytes(self) -> bytes:
-        return self.pack(*self.values)
+        return bytes(self.record)
 
 
 def unsupported(form: Form, names: tuple[str, ...]) -> str | None:
@@ -110,7 +122,7 @@ def unsupported(form: Form, names: tuple[str, ...]) -> str | None:
     if module is None:
         return reason
     assert form.query is not None
-    if form.query.device.type != "cpu":
+    if not form.query.is_cpu:
         return f"runs on the CPU only (query is on {form.query.device})"
     if form.family != "kl":
         return "has kernels for KL only"
@@ -131,7 +143,8 @@ def _record(form: Form) -> _Record:
     B, H, Tq, Tk = form.shape
     D, Dv = form.query.shape[3], form.value.shape[3]
     small = B * H * Tq * Tk * (D + Dv) < _SMALL
-    record.values[: len(_NUMBERS)] = [
+    record.put(
+        "numbers",
         1 if small else torch.get_num_threads(),
         _TYPES[form.dtype],
         B,
@@ -150,26 +163,24 @@ def _record(form: Form) -> _Record:
         form.softcap or 0.0,
         form.mass,
         1 / (1 - form.dropout_p) if form.dropout_p < 1 else 0.0,
-    ]
-    for name in ("query", "key", "value", "score_bias", "mask", "slopes", "query_ids", "key_ids", "dropout_key"):
-        record.tensor(name, getattr(form, name))
+        form.level if isinstance(form.level, float) else 0.0,
+        form.temperature if isinstance(form.temperature, float) else 0.0,
+    )
+    for name in _TENSORS:
+        tensor = getattr(form, name)
+        if tensor is not None and not isinstance(tensor, float):
+            record.tensor(name, tensor)
     for n, prior in enumerate(form.log_priors):
         record.tensor(f"prior{n}", prior)
-    for name, scalar in (("level", form.level), ("temperature", form.temperature)):
-        if isinstance(scalar, Tensor):
-            record.tensor(name, scalar)
-        else:
-            record.put(f"{name}_value", scalar)
     return record
 
 
 def forward(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Output and statistics."""
     module, _ = _extension()
-    assert form.query is not None and form.value is not None
-    shapes = output_shapes(form, names)
-    results = {n: torch.empty(s, dtype=form.dtype) for n, s in shapes.items()}
-    if 0 in form.shape[:3]:
+    results = _empty(form, names)
+    B, H, Tq, _ = form.shape
+    if 0 in (B, H, Tq):
         return {n: t.zero_() for n, t in results.items()}
     if (
         "value_spread" in names and form.dropout_key is not None
@@ -211,6 +222,17 @@ def forward(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
     if "key_mass" in names:
         _sweep(form, {"key_mass": results["key_mass"].zero_()}, results, {})
     return {name: results[name] for name in names}
+
+
+def _empty(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """Room for the output and statistics."""
+    results: dict[str, Tensor] = {}
+    last, last_shape = None, None
+    for name, shape in output_shapes(form, names).items():
+        # empty_like takes half the time of empty
+        last = torch.empty_like(last) if shape == last_shape else torch.empty(shape, dtype=form.dtype)
+        results[name], last_shape = last, shape
+    return results
 
 
 def _centred_squares(form: Form) -> tuple[Tensor, Tensor]:
