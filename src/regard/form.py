@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,7 +122,7 @@ class Form:
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> Form:
         """The same problem with other tensors in (some of) its slots."""
-        fields = self.__dict__ | tensors
+        fields: dict[str, Any] = self.__dict__ | tensors
         fields["log_priors"] = [fields.pop(f"log_priors.{n}", t) for n, t in enumerate(self.log_priors)]
         return Form(**fields)
 

@@ -38,7 +38,7 @@ _NUMBERS = (
     *("threads", "compute", "B", "H", "Hkv", "Tq", "Tk", "D", "Dv", "left", "right", "offset", "marginal", "threshold"),
     *("scale", "softcap", "mass", "kept_scale", "level_value", "temperature_value"),
 )
-# The form's tensors, by their name in the record too; of the record's tensors, those that no dimension of broadcasts.
+# The form's tensors (their name in the record is the same), and the record's tensors that never broadcast.
 _TENSORS = (
     *("query", "key", "value", "score_bias", "mask", "slopes", "query_ids", "key_ids", "dropout_key"),
     *("level", "temperature"),
@@ -227,11 +227,13 @@ def forward(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
 def _empty(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Room for the output and statistics."""
     results: dict[str, Tensor] = {}
-    last, last_shape = None, None
+    last = None
     for name, shape in output_shapes(form, names).items():
-        # empty_like takes half the time of empty
-        last = torch.empty_like(last) if shape == last_shape else torch.empty(shape, dtype=form.dtype)
-        results[name], last_shape = last, shape
+        if last is not None and last.shape == shape:  # empty_like takes half the time of empty
+            last = torch.empty_like(last)
+        else:
+            last = torch.empty(shape, dtype=form.dtype)
+        results[name] = last
     return results
 
 
@@ -259,20 +261,21 @@ def backward(
     wanted = {field for kind in kinds.values() for field in kind.split()}
     chunks = _chunks(form, "dense" in " ".join(wanted))
     found: dict[str, Tensor] = {}
+    parts = (chunks,) if chunks > 1 else ()
     for field in wanted:
         if field == "dq":
-            found[field] = torch.empty((chunks, *tensors["query"].shape), dtype=form.dtype)
+            found[field] = torch.empty((*parts, *tensors["query"].shape), dtype=form.dtype)
         elif field in ("dk", "dv"):
             found[field] = torch.zeros(tensors["key" if field == "dk" else "value"].shape, dtype=form.dtype)
         elif field.startswith("row"):
-            found[field] = torch.empty((chunks, B, H, Tq), dtype=form.dtype)
+            found[field] = torch.empty((*parts, B, H, Tq), dtype=form.dtype)
         elif field.startswith("key"):
             found[field] = torch.zeros((B, H, Tk), dtype=form.dtype)
         else:  # as large as the user's own
             shapes = [tensors[slot].shape for slot in needed if kinds[slot] == field]
             found[field] = torch.zeros(torch.broadcast_shapes(*shapes), dtype=form.dtype)
     _sweep(form, found, outputs, grads, chunks)
-    for field in wanted:
+    for field in wanted if parts else ():
         if field == "dq" or (field.startswith("row") and field != "row_dot"):
             total = found[field][0]
             for part in found[field][1:]:
@@ -284,7 +287,9 @@ def backward(
     results = {}
     for slot in needed:
         grad = _slot_gradient(form, slot, kinds[slot], found, outputs, grads)
-        results[slot] = grad.sum_to_size(tensors[slot].shape).to(tensors[slot].dtype)
+        if grad.shape != tensors[slot].shape:
+            grad = grad.sum_to_size(tensors[slot].shape)
+        results[slot] = grad if grad.dtype == tensors[slot].dtype else grad.to(tensors[slot].dtype)
     return results
 
 
@@ -313,6 +318,8 @@ def _chunks(form: Form, dense: bool) -> int:
     """Into how many chunks of keys a backward pass is cut: by the shape alone, never by the number of threads."""
     assert form.query is not None and form.key is not None
     B, _, _, Tk = form.shape
+    if Tk <= 512:
+        return 1
     room = 2**26 // max(1, form.query.numel() * form.dtype.itemsize)
     wanted = 16 if dense else -(-16 // max(1, B * form.key.shape[1]))
     return max(1, min(wanted, room, -(-Tk // 512)))
