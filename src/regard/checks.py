@@ -35,6 +35,8 @@ def may_be_zero(temperature: Scalar) -> bool:
 
 
 def number(name: str, value: object, expected: str, valid: Callable[[float], bool]) -> float:
+    if type(value) is float and valid(value):
+        return value
     if isinstance(value, torch.SymFloat | torch.SymInt):
         return value  # type: ignore[return-value]
     if not is_number(value):
@@ -55,6 +57,8 @@ def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
 
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast, what PyTorch does to its own attention: cast to the autocast dtype (float64 stays)."""
+    if not torch._C._is_any_autocast_enabled():
+        return query, key, value
     device = query.device.type if isinstance(query, Tensor) else "meta"
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return query, key, value
@@ -66,6 +70,28 @@ def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
     return query, key, value
 
 
+def plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """The common case, told at a glance: dense tensors [B, H, T, D] of one dtype, on one device, whose sizes agree.
+    `check_tensors`, `leading_shape` and `fold` would find nothing to do."""
+    for tensor in (query, key, value):
+        if type(tensor) is not Tensor or tensor.is_nested or tensor.layout is not torch.strided:
+            return False
+    q, k, v = query.shape, key.shape, value.shape
+    return (
+        len(q) == len(k) == len(v) == 4
+        and q[0] == k[0] == v[0]
+        and q[1] == k[1] == v[1]
+        and q[3] == k[3]
+        and k[2] == v[2]
+        and query.dtype is key.dtype is value.dtype
+        and query.dtype in _FLOATS
+        and query.device == key.device == value.device
+    )
+
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
@@ -73,7 +99,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         if tensor.is_nested or tensor.layout != torch.strided:
             kind = "a nested tensor" if tensor.is_nested else str(tensor.layout)
             raise TypeError(f"{name}: expected a dense tensor (pack sequences with Documents), got {kind}")
-        if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        if tensor.dtype not in _FLOATS:
             raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {describe(tensor)}")
         if tensor.dtype != query.dtype:
             raise TypeError(f"{name}: expected {query.dtype}, as query, got {tensor.dtype}")
@@ -104,6 +130,8 @@ def leading_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
             raise ValueError(f"key: expected a number of heads that divides query's {heads[0]}, got {list(key.shape)}")
     batch: tuple[int, ...] = tuple(query.shape[:-3])
     for name, tensor in (("key", key), ("value", value)):
+        if tensor.shape[:-3] == batch:
+            continue
         try:
             batch = tuple(torch.broadcast_shapes(batch, tensor.shape[:-3]))
         except RuntimeError:
@@ -118,7 +146,9 @@ def fold(tensor: Tensor, lead: tuple[int, ...], heads: int | None = None) -> Ten
     """[..., h, T, D] -> [B, h, T, D]; `heads` repeats a lone head (as a view)."""
     if tensor.dim() == 2:
         tensor = tensor.unsqueeze(0)
-    tensor = tensor.expand(*lead[:-1], heads or tensor.shape[-3], *tensor.shape[-2:])
+    shape = (*lead[:-1], heads or tensor.shape[-3], *tensor.shape[-2:])
+    if tensor.shape != shape:
+        tensor = tensor.expand(shape)
     if tensor.dim() == 3:
         return tensor.unsqueeze(0)
     return tensor if tensor.dim() == 4 else tensor.flatten(0, -4)

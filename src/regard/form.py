@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from .checks import (
     leading_shape,
     may_be_zero,
     number,
+    plain,
     row_parameter,
 )
 from .parts import Scalar, describe
@@ -113,17 +115,16 @@ class Form:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors present, by slot; the log-priors are numbered."""
-        found = {}
-        for name in SLOTS:
-            value = getattr(self, name)
-            if isinstance(value, Tensor):
-                found[name] = value
-        return found | {f"log_priors.{n}": t for n, t in enumerate(self.log_priors)}
+        found = {n: t for n in SLOTS if (t := getattr(self, n)) is not None and isinstance(t, Tensor)}
+        for n, bias in enumerate(self.log_priors):
+            found[f"log_priors.{n}"] = bias
+        return found
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> Form:
         """The same problem with other tensors in (some of) its slots."""
-        log_priors = [tensors.get(f"log_priors.{n}", t) for n, t in enumerate(self.log_priors)]
-        return dataclasses.replace(self, log_priors=log_priors, **{n: t for n, t in tensors.items() if "." not in n})
+        fields: dict[str, Any] = self.__dict__ | tensors
+        fields["log_priors"] = [fields.pop(f"log_priors.{n}", t) for n, t in enumerate(self.log_priors)]
+        return Form(**fields)
 
     def cut(self, batch: slice, heads: slice, queries: slice, keys: slice) -> Form:
         """The block of the plan at these (query) heads, queries and keys."""
@@ -197,9 +198,13 @@ def output_shapes(form: Form, names: tuple[str, ...]) -> dict[str, tuple[int, ..
     """The shape of the output and of each statistic."""
     assert form.value is not None
     B, H, Tq, Tk = form.shape
-    output = (B, H, Tq, form.value.shape[3])
-    special: dict[str, tuple[int, ...]] = {"out": output, "tilt": output, "key_mass": (B, H, Tk)}
-    return {name: special.get(name, (B, H, Tq)) for name in names}
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(names, (B, H, Tq))
+    for name in ("out", "tilt"):
+        if name in shapes:
+            shapes[name] = (B, H, Tq, form.value.shape[3])
+    if "key_mass" in shapes:
+        shapes["key_mass"] = (B, H, Tk)
+    return shapes
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -237,6 +242,8 @@ def dropout_keys(seed: Tensor, B: int, H: int) -> Tensor:
 
 # --- lowering ---------------------------------------------------------------------------------------------------------
 
+_SOFTMAX = Transport()
+
 
 def lower(
     query: Tensor,
@@ -252,12 +259,15 @@ def lower(
 ) -> Form:
     """Check the arguments of `attention` and bring them to normal form."""
     query, key, value = autocast(query, key, value)
-    check_tensors(query, key, value)
-    lead = leading_shape(query, key, value, enable_gqa)
-    query, key, value = fold(query, lead, lead[-1]), fold(key, lead), fold(value, lead)
-    if key.shape[1] != value.shape[1]:  # one head for all
-        heads = max(key.shape[1], value.shape[1])
-        key, value = key.expand(-1, heads, -1, -1), value.expand(-1, heads, -1, -1)
+    if plain(query, key, value) and isinstance(enable_gqa, bool):
+        lead = tuple(query.shape[:2])
+    else:
+        check_tensors(query, key, value)
+        lead = leading_shape(query, key, value, enable_gqa)
+        query, key, value = fold(query, lead, lead[-1]), fold(key, lead), fold(value, lead)
+        if key.shape[1] != value.shape[1]:  # one head for all
+            heads = max(key.shape[1], value.shape[1])
+            key, value = key.expand(-1, heads, -1, -1), value.expand(-1, heads, -1, -1)
     B, H, Tq, D = query.shape
     Tk = key.shape[2]
     form = lower_problem(problem, lead, Tq, Tk, compute_dtype(query.dtype), query.device, is_causal)
@@ -297,7 +307,7 @@ def lower_problem(
 ) -> Form:
     """The problem's own part of the form, for a plan of shape [*lead, Tq, Tk] (lead ends with the heads)."""
     if problem is None:
-        problem = Transport()
+        problem = _SOFTMAX
     if not isinstance(problem, Transport):
         raise TypeError(f"problem: expected a Transport, got {describe(problem)}")
     if not isinstance(is_causal, bool):
@@ -350,6 +360,8 @@ def _lower_prior(
     device: torch.device,
     is_causal: bool,
 ) -> None:
+    if prior is None and not is_causal:
+        return
     B, H = math.prod(lead[:-1]), lead[-1]
     factors = () if prior is None else prior.factors()
     if is_causal:

@@ -81,7 +81,10 @@ def attention(
     choice = _choose(form, names, backend)
     results = {"out": sdpa.forward(form)} if choice.backend == "sdpa" else ops.run(choice.backend, form, names)
     assert form.query is not None
-    out = _unfold(results["out"].to(form.query.dtype), query, key, value)  # autocast may have changed the dtype
+    out = results["out"]
+    if out.dtype != form.query.dtype:  # which autocast may have changed
+        out = out.to(form.query.dtype)
+    out = _unfold(out, query, key, value)
     if return_aux is None:
         return out
     return out, AuxOutput(**{name: _unfold(results[name], query, key, value) for name in statistics})

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import unwrap_dead_wrappers
 
 from .backends import native
 from .backends import torch as definition
@@ -40,7 +41,8 @@ def run(backend: str, form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
     if not recording and not transformed:
         return BACKENDS[backend].forward(form, names)
     computed = _with_saved(backend, form, names)
-    outputs = Attend.apply(form, tuple(tensors), computed, backend, *tensors.values())
+    apply = Attend.apply if transformed else Attend.apply_plainly
+    outputs = apply(form, tuple(tensors), computed, backend, *tensors.values())
     return dict(zip(names, outputs, strict=False))
 
 
@@ -60,10 +62,15 @@ class Attend(torch.autograd.Function):
         results = BACKENDS[backend].forward(form.with_tensors(dict(zip(slots, tensors, strict=True))), names)
         return tuple(results[name] for name in names)
 
+    @classmethod
+    def apply_plainly(cls, *arguments: Any) -> tuple[Tensor, ...]:
+        """What `apply` does outside of transforms, without its slow look at forward's signature."""
+        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(arguments))  # type: ignore[misc]
+
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.form, ctx.slots, ctx.names, ctx.backend, *tensors = inputs
-        ctx.form = _skeleton(ctx.form)
+        ctx.form = ctx.form.with_tensors(dict.fromkeys(ctx.slots))  # the tensors are saved once, below
         ctx.save_for_backward(*tensors, *output)
         ctx.mark_non_differentiable(*(o for n, o in zip(ctx.names, output, strict=True) if n not in DIFFERENTIABLE))
         ctx.set_materialize_grads(False)
@@ -79,9 +86,13 @@ class Attend(torch.autograd.Function):
         }
         if not incoming or not needed:
             return (None,) * (4 + n)
-        plan = _BackwardPlan(ctx.form, ctx.slots, ctx.names, tuple(incoming), needed, ctx.backend)
-        found = AttendBackward.apply(plan, *tensors, *outputs, *incoming.values())
-        by_slot = dict(zip(needed, found, strict=True))
+        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            plan = _BackwardPlan(ctx.form, ctx.slots, ctx.names, tuple(incoming), needed, ctx.backend)
+            found = AttendBackward.apply(plan, *tensors, *outputs, *incoming.values())
+            by_slot = dict(zip(needed, found, strict=True))
+        else:  # nobody will differentiate the gradient
+            form = ctx.form.with_tensors(dict(zip(ctx.slots, tensors, strict=True)))
+            by_slot = BACKENDS[ctx.backend].backward(form, needed, dict(zip(ctx.names, outputs, strict=True)), incoming)
         return (None,) * 4 + tuple(by_slot.get(slot) for slot in ctx.slots)
 
     @staticmethod
@@ -173,8 +184,7 @@ class AttendBackward(torch.autograd.Function):
 
 def _skeleton(form: Form) -> Form:
     """The form without its tensors (log-priors keep their number), so that a context does not hold them twice."""
-    empty = {slot: None for slot in form.tensors() if "." not in slot}
-    return dataclasses.replace(form, log_priors=[None] * len(form.log_priors), **empty)  # type: ignore[arg-type]
+    return form.with_tensors(dict.fromkeys(form.tensors()))  # type: ignore[arg-type]
 
 
 def _logical_batch(slots: tuple, dims: tuple, tensors: tuple) -> int:

@@ -38,7 +38,18 @@ _PRICE = ("dual", "peak", "rest")  # the plan can be made again from these
 _NUMBERS = (
     *("threads", "compute", "B", "H", "Hkv", "Tq", "Tk", "D", "Dv", "left", "right", "offset", "family"),
     *("marginal", "threshold"),
-    *("scale", "softcap", "mass", "kept_scale"),
+    *("scale", "softcap", "mass", "kept_scale", "level_value", "temperature_value", "alpha_value"),
+)
+# The form's tensors (their name in the record is the same), and the record's tensors that never broadcast.
+_TENSORS = (
+    *("query", "key", "value", "score_bias", "mask", "slopes", "query_ids", "key_ids", "dropout_key"),
+    *("level", "temperature", "alpha"),
+)
+_FULL = frozenset(
+    (
+        *("query", "key", "value", "saved_out", "saved_dual", "saved_lse", "saved_entropy", "saved_peak", "saved_rest"),
+        *("saved_tilt", "saved_tilt_log", "saved_mass"),
+    )
 )
 # A statistic's field where its name is taken.
 _FIELDS = {"value": "free_energy", "mass": "mass_sent", "value_spread": "spread"}
@@ -64,18 +75,19 @@ def _extension() -> tuple[Any, str]:
 
 
 class _Layout:
-    """Where each field lies in the record."""
+    """Where each field lies in the record, and what writes it there: write(record, at, *values)."""
 
     def __init__(self, fields: list[list[str]]) -> None:
-        self.at: dict[str, int] = {}
-        formats, blank = [], []
+        self.fields: dict[str, tuple[Any, int]] = {}
+        letters, size = "", 0
         for name, kind in fields:
-            self.at[name] = len(blank)
-            count, letter = {"int": (1, "q"), "real": (1, "d"), "tensor": (6, "q")}[kind]
-            formats.append(letter * count)
-            blank += [0.0 if kind == "real" else 0] * count
-        assert tuple(self.at)[: len(_NUMBERS)] == _NUMBERS
-        self.blank, self.pack = blank, struct.Struct("=" + "".join(formats)).pack
+            letter = {"int": "q", "real": "d", "tensor": "6q"}[kind]
+            packer = struct.Struct("=" + letter)
+            self.fields[name] = packer.pack_into, size
+            letters, size = letters + letter, size + packer.size
+        assert tuple(self.fields)[: len(_NUMBERS)] == _NUMBERS
+        self.fields["numbers"] = struct.Struct("=" + letters[: len(_NUMBERS)]).pack_into, 0
+        self.blank = bytes(size)
 
 
 @cache
@@ -88,22 +100,25 @@ class _Record:
 
     def __init__(self) -> None:
         layout = _layout()
-        self.at, self.values, self.pack = layout.at, layout.blank.copy(), layout.pack
+        self.fields, self.record = layout.fields, bytearray(layout.blank)
 
-    def put(self, name: str, value: float) -> None:
-        self.values[self.at[name]] = value
+    def put(self, name: str, *values: float) -> None:
+        write, at = self.fields[name]
+        write(self.record, at, *values)
 
     def tensor(self, name: str, tensor: Tensor | None) -> None:
         if tensor is None:
             return
         strides = tensor.stride()
-        if 1 in tensor.shape:
-            strides = tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, strides, strict=True))
-        start = self.at[name]
-        self.values[start : start + 2 + len(strides)] = (tensor.data_ptr(), _TYPES[tensor.dtype], *strides)
+        if name not in _FULL and 1 in tensor.shape:
+            strides = [0 if size == 1 else stride for size, stride in zip(tensor.shape, strides, strict=True)]
+        if len(strides) == 3:
+            strides = (*strides, 0)
+        write, at = self.fields[name]
+        write(self.record, at, tensor.data_ptr(), _TYPES[tensor.dtype], *strides)
 
     def bytes(self) -> bytes:
-        return self.pack(*self.values)
+        return bytes(self.record)
 
 
 def unsupported(form: Form, names: tuple[str, ...]) -> str | None:
@@ -112,7 +127,7 @@ def unsupported(form: Form, names: tuple[str, ...]) -> str | None:
     if module is None:
         return reason
     assert form.query is not None
-    if form.query.device.type != "cpu":
+    if not form.query.is_cpu:
         return f"runs on the CPU only (query is on {form.query.device})"
     if form.family not in _FAMILIES:
         return "has kernels for KL, Tsallis and Fermi-Dirac only"
@@ -151,7 +166,8 @@ def _record(form: Form) -> _Record:
     B, H, Tq, Tk = form.shape
     D, Dv = form.query.shape[3], form.value.shape[3]
     small = B * H * Tq * Tk * (D + Dv) < _SMALL
-    record.values[: len(_NUMBERS)] = [
+    record.put(
+        "numbers",
         1 if small else torch.get_num_threads(),
         _TYPES[form.dtype],
         B,
@@ -171,16 +187,16 @@ def _record(form: Form) -> _Record:
         form.softcap or 0.0,
         form.mass,
         1 / (1 - form.dropout_p) if form.dropout_p < 1 else 0.0,
-    ]
-    for name in ("query", "key", "value", "score_bias", "mask", "slopes", "query_ids", "key_ids", "dropout_key"):
-        record.tensor(name, getattr(form, name))
+        form.level if isinstance(form.level, float) else 0.0,
+        form.temperature if isinstance(form.temperature, float) else 0.0,
+        form.alpha if isinstance(form.alpha, float) else 0.0,
+    )
+    for name in _TENSORS:
+        tensor = getattr(form, name)
+        if tensor is not None and not isinstance(tensor, float):
+            record.tensor(name, tensor)
     for n, prior in enumerate(form.log_priors):
         record.tensor(f"prior{n}", prior)
-    for name, scalar in (("level", form.level), ("temperature", form.temperature), ("alpha", form.alpha)):
-        if isinstance(scalar, Tensor):
-            record.tensor(name, scalar)
-        else:
-            record.put(f"{name}_value", scalar)
     if form.family == "tsallis":
         record.put("centred", int(_centred(form)))
     return record
@@ -189,10 +205,9 @@ def _record(form: Form) -> _Record:
 def forward(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Output and statistics."""
     module, _ = _extension()
-    assert form.query is not None and form.value is not None
-    shapes = output_shapes(form, names)
-    results = {n: torch.empty(s, dtype=form.dtype) for n, s in shapes.items()}
-    if 0 in form.shape[:3]:
+    results = _empty(form, names)
+    B, H, Tq, _ = form.shape
+    if 0 in (B, H, Tq):
         return {n: t.zero_() for n, t in results.items()}
     if (
         "value_spread" in names and form.dropout_key is not None
@@ -236,6 +251,19 @@ def forward(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
     return {name: results[name] for name in names}
 
 
+def _empty(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """Room for the output and statistics."""
+    results: dict[str, Tensor] = {}
+    last = None
+    for name, shape in output_shapes(form, names).items():
+        if last is not None and last.shape == shape:  # empty_like takes half the time of empty
+            last = torch.empty_like(last)
+        else:
+            last = torch.empty(shape, dtype=form.dtype)
+        results[name] = last
+    return results
+
+
 def _centred_squares(form: Form) -> tuple[Tensor, Tensor]:
     """A point amid the values [B, Hkv, 1, Dv], and each key's squared distance to it [B, Hkv, 1, Tk]."""
     assert form.value is not None
@@ -260,20 +288,21 @@ def backward(
     wanted = {field for kind in kinds.values() for field in kind.split()}
     chunks = _chunks(form, "dense" in " ".join(wanted))
     found: dict[str, Tensor] = {}
+    parts = (chunks,) if chunks > 1 else ()
     for field in wanted:
         if field == "dq":
-            found[field] = torch.empty((chunks, *tensors["query"].shape), dtype=form.dtype)
+            found[field] = torch.empty((*parts, *tensors["query"].shape), dtype=form.dtype)
         elif field in ("dk", "dv"):
             found[field] = torch.zeros(tensors["key" if field == "dk" else "value"].shape, dtype=form.dtype)
         elif field.startswith("row"):
-            found[field] = torch.empty((chunks, B, H, Tq), dtype=form.dtype)
+            found[field] = torch.empty((*parts, B, H, Tq), dtype=form.dtype)
         elif field.startswith("key"):
             found[field] = torch.zeros((B, H, Tk), dtype=form.dtype)
         else:  # as large as the user's own
             shapes = [tensors[slot].shape for slot in needed if kinds[slot] == field]
             found[field] = torch.zeros(torch.broadcast_shapes(*shapes), dtype=form.dtype)
     _sweep(form, found, outputs, grads, chunks)
-    for field in wanted:
+    for field in wanted if parts else ():
         if field == "dq" or (field.startswith("row") and field != "row_dot"):
             total = found[field][0]
             for part in found[field][1:]:
@@ -285,7 +314,9 @@ def backward(
     results = {}
     for slot in needed:
         grad = _slot_gradient(form, slot, kinds[slot], found, outputs, grads)
-        results[slot] = grad.sum_to_size(tensors[slot].shape).to(tensors[slot].dtype)
+        if grad.shape != tensors[slot].shape:
+            grad = grad.sum_to_size(tensors[slot].shape)
+        results[slot] = grad if grad.dtype == tensors[slot].dtype else grad.to(tensors[slot].dtype)
     return results
 
 
@@ -313,6 +344,8 @@ def _chunks(form: Form, dense: bool) -> int:
     """Into how many chunks of keys a backward pass is cut: by the shape alone, never by the number of threads."""
     assert form.query is not None and form.key is not None
     B, _, _, Tk = form.shape
+    if Tk <= 512:
+        return 1
     room = 2**26 // max(1, form.query.numel() * form.dtype.itemsize)
     wanted = 16 if dense else -(-16 // max(1, B * form.key.shape[1]))
     return max(1, min(wanted, room, -(-Tk // 512)))
