@@ -277,7 +277,7 @@ template <class R, int NV> int64_t level_lists(Sheet<R, NV> &s) {
 template <class R, int NV, class Link>
 bool search(const Problem &p, const Rows<R, NV> &rows, const Link &link, Sheet<R, NV> &s, Ledger<R, NV> &ledger, bool listed,
             int iterations) {
-  const bool may_list = p.marginal != regard::RELAX && Link::SPARSE && s.rows > STAGE;
+  const bool may_list = p.marginal != regard::RELAX && Link::SPARSE && s.rows >= STAGE;
   int64_t list_rows = listed ? level_lists(s) : 0;
   Census census;
   begin(p, rows, link, ledger);
@@ -390,7 +390,7 @@ void weigh_link(const Problem &p, const Reading &want, const Rows<R, NV> &rows, 
 template <class R, bool TILT, int U>
 INLINE void sum_part(const R *p, const R *w, const int32_t *index, int64_t step, int64_t n, const R *v, int64_t stride,
                      int64_t ahead, R *to, R *tilt) {
-  constexpr int N = Simd<R>::N, FAR = 12;
+  constexpr int N = Simd<R>::N, FAR = 24;
   using V = Vec<R>;
   V a[U] = {}, b[U] = {};
   for (int64_t k = 0; k < n; ++k) {
