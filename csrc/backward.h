@@ -258,7 +258,7 @@ void pull_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv, int
   const Arena rest = arena;
   BackRows<R> *blocks[BATCH_ROWS / L];
   for (int64_t h = kv * group; h < (kv + 1) * group; ++h)
-    for (int64_t batch = 0; batch < p.Tq; batch += cut.batch * L) {
+    for (int64_t batch = 0; batch < p.Tq && !halted(); batch += cut.batch * L) {
       const int64_t n_blocks = least(cut.batch, (p.Tq - batch + L - 1) / L);
       arena = rest;
       int64_t from = hi, to = lo;

@@ -31,14 +31,21 @@ struct Call {
   }
 };
 thread_local Call *current = nullptr;
+thread_local bool helping = false;  // this thread is not the one that made the call
+
+// Whether the call was stopped; for jobs that take long.
+bool halted() {
+  if (!helping) current->ask();
+  return current->stopped.load(std::memory_order_relaxed);
+}
 
 // f(job, thread) for each job, in any order on `threads` threads; no result may depend on which thread took what.
 // Thread 0 is the caller. A call that was stopped leaves out the jobs not yet begun.
 template <class F> void parallel(int64_t threads, int64_t jobs, F f) {
   Call &call = *current;
   const auto run = [&](int64_t job, int64_t thread) {
-    if (thread == 0) call.ask();
-    if (!call.stopped.load(std::memory_order_relaxed)) f(job, thread);
+    if (thread != 0) current = &call, helping = true;
+    if (!halted()) f(job, thread);
   };
   if (threads <= 1 || jobs <= 1) {
     for (int64_t job = 0; job < jobs; ++job) run(job, 0);
