@@ -21,10 +21,106 @@ template <class R> struct Exponential {
   INLINE void times_prior(int n, V d, V, V &p, V &w) const { at(n, d, p, w); }
 };
 
+// A weight and its key as one number, larger for what goes first: no weight is negative, so that its bits are in order (NaN
+// above all, as in torch.topk), and of equal weights the smaller key is first.
+template <class R> struct CodeOf;
+template <> struct CodeOf<float> { using type = uint64_t; };
+template <> struct CodeOf<double> { using type = unsigned __int128; };
+
+// The n largest weights of one row. What may be among them is only noted; when the notes are full, the n best are kept and
+// the least of those is the bar for what follows. No std::sort: its instances would be shared between instruction sets.
+template <class R> struct Largest {
+  using Code = typename CodeOf<R>::type;
+  using Bits = typename IntegerOf<R>::type;
+  static constexpr int SHIFT = sizeof(R) * 8;
+  Code *notes;
+  int64_t n, room, count;
+
+  static int64_t room_for(const Problem &p) { return least(p.Tk, p.picks + most(p.picks, (int64_t)48)); }
+  static Code code(R weight, int64_t key) {
+    Bits bits;
+    memcpy(&bits, &weight, sizeof bits);
+    const Code high = sizeof(R) == 4 ? (Code)(uint32_t)bits : (Code)(uint64_t)bits;
+    return high << SHIFT | (Code)(uint32_t)~(uint32_t)key;
+  }
+  static R weight_of(Code code) {
+    const Bits bits = (Bits)(code >> SHIFT);
+    R weight;
+    memcpy(&weight, &bits, sizeof bits);
+    return weight;
+  }
+  static int64_t key_of(Code code) { return (uint32_t)~(uint32_t)code; }
+
+  // Parts low ... high: larger ones first; returns the last of the first part.
+  int64_t split(int64_t low, int64_t high) {
+    const Code pivot = notes[low + (high - low) / 2];
+    for (int64_t i = low - 1, j = high + 1;;) {
+      do ++i;
+      while (notes[i] > pivot);
+      do --j;
+      while (notes[j] < pivot);
+      if (i >= j) return j;
+      const Code code = notes[i];
+      notes[i] = notes[j], notes[j] = code;
+    }
+  }
+  void keep_best() {
+    for (int64_t low = 0, high = count - 1; low < high;) {
+      const int64_t middle = split(low, high);
+      if (middle >= n)
+        high = middle;
+      else
+        low = middle + 1;
+      if (low == n) break;  // the first n are the best
+    }
+    count = n;
+  }
+  void sort(int64_t low, int64_t high) {
+    while (high - low > 16) {
+      const int64_t middle = split(low, high);
+      if (middle - low < high - middle)
+        sort(low, middle), low = middle + 1;
+      else
+        sort(middle + 1, high), high = middle;
+    }
+    for (int64_t i = low + 1; i <= high; ++i) {
+      const Code code = notes[i];
+      int64_t j = i;
+      for (; j > low && notes[j - 1] < code; --j) notes[j] = notes[j - 1];
+      notes[j] = code;
+    }
+  }
+
+  // Keys come in order. True: there is a new bar.
+  INLINE bool offer(R weight, int64_t key) {
+    notes[count++] = code(weight, key);
+    return count == room && room > n;
+  }
+  R raise_bar() {
+    keep_best();
+    Code last = notes[0];
+    for (int64_t i = 1; i < n; ++i) last = least(last, notes[i]);
+    return weight_of(last);
+  }
+  void finish(R *weights, int64_t *keys) {
+    if (count > n) keep_best();
+    int64_t at = count;  // the notes are still in order if they are few: other keys fill the rest
+    for (int64_t key = 0, next = 0; at < n; ++key) {
+      if (next < count && key_of(notes[next]) == key)
+        ++next;
+      else
+        weights[at] = 0, keys[at++] = key;
+    }
+    sort(0, count - 1);
+    for (int64_t i = 0; i < count; ++i) weights[i] = weight_of(notes[i]), keys[i] = key_of(notes[i]);
+  }
+};
+
 template <class R, int NV> struct ReadPanels {
   static constexpr int64_t L = Simd<R>::N * NV, SIZE = READ_KEYS * L;
   R *x, *gate, *bias, *spare, *k_spare, *qt;
   R *whole;  // the weights of all keys that the rows may read, where keys are chosen
+  typename Largest<R>::Code *notes;  // of the rows' largest weights
   uint8_t *live;
   // Keys that a block of rows may read.
   static int64_t span(const Problem &p) {
@@ -36,11 +132,13 @@ template <class R, int NV> struct ReadPanels {
     for (R **panel : panels) *panel = arena.take<R>(SIZE);
     k_spare = arena.take<R>(READ_KEYS * p.D), qt = arena.take<R>(L * p.D);
     whole = p.index ? arena.take<R>(span(p) * L) : nullptr;
+    notes = p.picked_keys ? arena.take<typename Largest<R>::Code>(Largest<R>::room_for(p) * L) : nullptr;
     live = arena.take<uint8_t>(READ_KEYS);
   }
   static int64_t bytes(const Problem &p) {
     const int64_t numbers = 4 * SIZE + (READ_KEYS + L) * p.D + (p.index ? span(p) * L : 0);
-    return numbers * (int64_t)sizeof(R) + READ_KEYS + 512;
+    const int64_t notes = p.picked_keys ? Largest<R>::room_for(p) * L : 0;
+    return numbers * (int64_t)sizeof(R) + notes * (int64_t)sizeof(typename Largest<R>::Code) + READ_KEYS + 640;
   }
 };
 
@@ -92,69 +190,14 @@ void read_rows(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, Re
   }
 }
 
-// The n largest weights of one row, in the result's own memory: first as they come, from the n-th on a heap with the
-// worst at its root. A smaller key goes before an equal weight; NaN is the largest, as in torch.topk.
-template <class R> struct Largest {
-  R *weights;
-  int64_t *keys, n, count;
-
-  bool worse(int64_t a, int64_t b) const { return worse(weights[a], keys[a], weights[b], keys[b]); }
-  static bool worse(R a, int64_t a_key, R b, int64_t b_key) {
-    if (a == b || (a != a && b != b)) return a_key > b_key;
-    return a < b || b != b;
-  }
-  void exchange(int64_t a, int64_t b) {
-    const R weight = weights[a];
-    const int64_t key = keys[a];
-    weights[a] = weights[b], keys[a] = keys[b];
-    weights[b] = weight, keys[b] = key;
-  }
-  void sift(int64_t at, int64_t size) {
-    for (int64_t child; (child = 2 * at + 1) < size; at = child) {
-      if (child + 1 < size && worse(child + 1, child)) ++child;
-      if (!worse(child, at)) return;
-      exchange(at, child);
-    }
-  }
-  void make_heap() {
-    for (int64_t at = count / 2; at-- > 0;) sift(at, count);
-  }
-  // A key after all those offered before; returns what a weight must exceed from now on.
-  R offer(R weight, int64_t key) {
-    if (count < n) {
-      weights[count] = weight, keys[count] = key;
-      if (++count == n) make_heap();
-    } else if (worse(weights[0], keys[0], weight, key)) {
-      weights[0] = weight, keys[0] = key;
-      sift(0, n);
-    }
-    return count < n ? 0 : weights[0];
-  }
-  void finish() {
-    if (count < n) {  // the keys are still in order: the rest is filled with those that are not among them
-      int64_t next = 0;
-      for (int64_t key = 0, at = count; at < n; ++key) {
-        if (next < count && keys[next] == key)
-          ++next;
-        else
-          weights[at] = 0, keys[at++] = key;
-      }
-      make_heap();
-    }
-    for (int64_t size = count; size > 1;) exchange(0, --size), sift(0, size);
-  }
-};
-
 template <class R, int NV>
 void read_largest(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, ReadPanels<R, NV> &s) {
   constexpr int N = Simd<R>::N, L = N * NV;
+  const int64_t room = Largest<R>::room_for(p);
   Largest<R> lists[L];
-  for (int i = 0; i < rows.n; ++i) {
-    const int64_t at = rows.flat(p, i) * p.picks;
-    lists[i] = {(R *)p.picked_weights + at, (int64_t *)p.picked_keys + at, p.picks, 0};
-  }
+  for (int i = 0; i < rows.n; ++i) lists[i] = {s.notes + i * room, p.picks, room, 0};
   Vec<R> bar[NV] = {};  // weights above it are offered
-  const uint64_t exist = rows.n == 64 ? ~(uint64_t)0 : ((uint64_t)1 << rows.n) - 1;
+  const uint64_t exist = ((uint64_t)1 << rows.n) - 1;  // lanes are 48 at most
   read_rows<R, NV>(p, terms, rows, s, [&](int64_t first, int64_t keys, const R *panel) {
     for (int64_t j = 0; j < keys; ++j) {
       Mask<R> over[NV], some = {};
@@ -164,11 +207,14 @@ void read_largest(const Problem &p, const Terms &terms, const Rows<R, NV> &rows,
       for (int n = 0; n < NV; ++n) bits |= (uint64_t)lanes_of(over[n]) << (n * N);
       for (bits &= exist; bits; bits &= bits - 1) {
         const int i = __builtin_ctzll(bits);
-        bar[i / N][i % N] = lists[i].offer(panel[j * L + i], first + j);
+        if (lists[i].offer(panel[j * L + i], first + j)) bar[i / N][i % N] = lists[i].raise_bar();
       }
     }
   });
-  for (int i = 0; i < rows.n; ++i) lists[i].finish();
+  for (int i = 0; i < rows.n; ++i) {
+    const int64_t at = rows.flat(p, i) * p.picks;
+    lists[i].finish((R *)p.picked_weights + at, (int64_t *)p.picked_keys + at);
+  }
 }
 
 template <class R, int NV>

@@ -156,7 +156,7 @@ def saved(form: Form, names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _centred(form: Form) -> bool:
     """Whether y = (alpha - 1)(s - lambda)/tau is computed as its distance from 1 (csrc/links.h)."""
-    least = float(form.alpha.min()) if isinstance(form.alpha, Tensor) else form.alpha
+    least = float(form.alpha.detach().min()) if isinstance(form.alpha, Tensor) else form.alpha
     return least < _CENTRED and form.marginal != "free"
 
 
@@ -378,7 +378,7 @@ def _sweep(
 def topk(form: Form, n: int) -> tuple[Tensor, Tensor]:
     """The n largest weights of each row and their keys, [B, H, Tq, n]; equal weights by key."""
     weights = torch.empty((*form.shape[:3], n), dtype=form.dtype)
-    keys = torch.zeros((*form.shape[:3], n), dtype=torch.long)
+    keys = torch.empty((*form.shape[:3], n), dtype=torch.long)
     _read(form, weights, picks=n, picked_weights=weights.data_ptr(), picked_keys=keys.data_ptr())
     return weights, keys
 
