@@ -21,14 +21,15 @@ template <class R> struct Exponential {
   INLINE void times_prior(int n, V d, V, V &p, V &w) const { at(n, d, p, w); }
 };
 
-// A weight and its key as one number, larger for what goes first: no weight is negative, so that its bits are in order (NaN
-// above all, as in torch.topk), and of equal weights the smaller key is first.
+// A weight and its key as one number, larger for what goes first: no weight is negative, so that its bits are in order
+// (NaN above all, as in torch.topk), and of equal weights the smaller key is first.
 template <class R> struct CodeOf;
 template <> struct CodeOf<float> { using type = uint64_t; };
 template <> struct CodeOf<double> { using type = unsigned __int128; };
 
-// The n largest weights of one row. What may be among them is only noted; when the notes are full, the n best are kept and
-// the least of those is the bar for what follows. No std::sort: its instances would be shared between instruction sets.
+// The n largest weights of one row. What may be among them is only noted; when the notes are full, the n best are kept
+// and the least of those is the bar for what follows. No std::sort: its instances would be shared between instruction
+// sets.
 template <class R> struct Largest {
   using Code = typename CodeOf<R>::type;
   using Bits = typename IntegerOf<R>::type;
@@ -161,14 +162,15 @@ void read_weights(const Rows<R, NV> &rows, int64_t keys, R *x, const R *prior, c
     }
 }
 
-// take(first, keys, p) for each block of keys that has weight in a block of rows. Lanes without a row may hold anything.
+// take(first, keys, p) for each block of keys that a block of rows may read. Lanes without a row may hold anything.
 template <class R, int NV, class Take>
 void read_rows(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, ReadPanels<R, NV> &s, Take take) {
   constexpr int N = Simd<R>::N;
   Vec<R> peak[NV] = {}, rest[NV];
   for (int n = 0; n < NV; ++n) rest[n] = all(-INF<R>);
   for (int i = 0; i < rows.n; ++i) {
-    const R top = of_row<R>(p.saved_peak, rows.at(p.saved_peak, i)), h = of_row<R>(p.saved_rest, rows.at(p.saved_rest, i));
+    const R top = of_row<R>(p.saved_peak, rows.at(p.saved_peak, i));
+    const R h = of_row<R>(p.saved_rest, rows.at(p.saved_rest, i));
     if (top == -INF<R>) continue;  // the row has no key
     peak[i / N][i % N] = top, rest[i / N][i % N] = p.family == regard::KL ? -h : h;
   }
@@ -256,8 +258,8 @@ void read_chosen(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, 
   }
 }
 
-// How the work is cut: by the shape alone. Few queries: those of all heads that read one key head are rows of one block.
-// Where blocks are summed, a task has whole blocks of queries.
+// How the work is cut: by the shape alone. Few queries: those of all heads that read one key head are rows of one
+// block. Where blocks are summed, a task has whole blocks of queries.
 template <class R, int NV> struct ReadCut {
   static constexpr int64_t L = Simd<R>::N * NV;
   bool packed;
