@@ -81,6 +81,7 @@ template <class F> void parallel(int64_t threads, int64_t jobs, F f) {
 
 #include "backward_link.h"
 #include "panel.h"
+#include "reading.h"
 
 namespace {
 
@@ -140,6 +141,19 @@ bool backward(const Problem &p, regard::Watch watch) {
   return watched(watch, [&] { p.compute == regard::F64 ? backward_as<double>(p) : backward_as<float>(p); });
 }
 
+template <class R> int64_t reading_scratch_as(const Problem &p) {
+  return few_rows<R>(p) ? ReadCut<R, 1>(p).bytes(p) : ReadCut<R, 3>(p).bytes(p);
+}
+template <class R> void reading_of(const Problem &p) { few_rows<R>(p) ? reading_as<R, 1>(p) : reading_as<R, 3>(p); }
+
+int64_t reading_scratch(const Problem &p) {
+  return p.compute == regard::F64 ? reading_scratch_as<double>(p) : reading_scratch_as<float>(p);
+}
+
+bool reading(const Problem &p, regard::Watch watch) {
+  return watched(watch, [&] { p.compute == regard::F64 ? reading_of<double>(p) : reading_of<float>(p); });
+}
+
 // What the machine can do at most: chains of multiply-adds on registers, enough of them to hide their latency.
 double fma_rate(int64_t threads, double seconds) {
   constexpr int CHAINS = 10, N = Simd<float>::N;
@@ -170,5 +184,6 @@ double fma_rate(int64_t threads, double seconds) {
 #define TEXT(x) TEXT_(x)
 namespace regard {
 extern const Engine ENGINE;
-const Engine ENGINE = {TEXT(ENGINE), Simd<float>::N * 3, fma_rate, forward_scratch, forward, backward_scratch, backward};
+const Engine ENGINE = {TEXT(ENGINE),     Simd<float>::N * 3, fma_rate,        forward_scratch, forward,
+                       backward_scratch, backward,           reading_scratch, reading};
 }  // namespace regard

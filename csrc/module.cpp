@@ -116,8 +116,10 @@ NB_MODULE(_native, m) {
   m.def("lanes", [] { return engine->lanes; });
   m.def("forward_scratch", [](nb::bytes record) { return engine->forward_scratch(read(record)); });
   m.def("backward_scratch", [](nb::bytes record) { return engine->backward_scratch(read(record)); });
+  m.def("reading_scratch", [](nb::bytes record) { return engine->reading_scratch(read(record)); });
   m.def("forward", [](nb::bytes record, int64_t scratch) { run(engine->forward, record, scratch); });
   m.def("backward", [](nb::bytes record, int64_t scratch) { run(engine->backward, record, scratch); });
+  m.def("reading", [](nb::bytes record, int64_t scratch) { run(engine->reading, record, scratch); });
   m.def("compiler", [] { return std::string(COMPILER); });
   m.def("threading", [] { return std::string(REGARD_THREADING); });  // "openmp", "std" or "none"
   m.def("fma_rate", [](int64_t threads, double seconds) {  // floating-point operations per second, for benchmarks

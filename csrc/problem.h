@@ -47,7 +47,11 @@ constexpr int PRIORS = 4;  // log-priors that one problem may multiply
   INT(row_gp) INT(row_ga)                       /* the same: of dL/dlog(pi), which KL does not tell from G; of dL/dalpha */ \
   INT(key_g) INT(key_ds)                        /* [B, H, Tk]: sums over queries of dL/dlog(pi) and dL/ds, zeroed */   \
   TENSOR(dense_g) TENSOR(dense_ds)              /* the user's [B|1, H|1, Tq, Tk], zeroed; broadcast dims add up */      \
-  INT(key_mass)                                 /* [B, H, Tk]: sums over queries of p */
+  INT(key_mass)                                 /* [B, H, Tk]: sums over queries of p */                               \
+  /* reading: windows on the plan, from saved_peak and saved_rest; one of the three */                                 \
+  INT(picks) INT(picked_weights) INT(picked_keys) /* [B, H, Tq, picks]: each row's largest weights and their keys; or */ \
+  TENSOR(index)                                 /* [B, H, Tq, picks]: the weights of these keys; or */                 \
+  INT(block) INT(block_sums)                    /* [B, H, ceil(Tq/block), ceil(Tk/block)], zeroed: sums over blocks */
 // clang-format on
 
 struct Problem {
@@ -75,6 +79,8 @@ struct Engine {
   bool (*forward)(const Problem &, Watch);  // false: stopped
   int64_t (*backward_scratch)(const Problem &);
   bool (*backward)(const Problem &, Watch);
+  int64_t (*reading_scratch)(const Problem &);
+  bool (*reading)(const Problem &, Watch);
 };
 
 }  // namespace regard

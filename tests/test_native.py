@@ -38,7 +38,7 @@ def poison(monkeypatch):
 
     def empty(*args, **kwargs):
         tensor = plain(*args, **kwargs)
-        return tensor.fill_(255 if tensor.dtype == torch.uint8 else math.nan) if not tensor.is_meta else tensor
+        return tensor.fill_(math.nan if tensor.is_floating_point() else 255) if not tensor.is_meta else tensor
 
     monkeypatch.setattr(torch, "empty", empty)
 

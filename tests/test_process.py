@@ -49,10 +49,12 @@ def test_torch_and_native_calls_from_several_threads():
 
 INTERRUPTED = """
 import os, signal, threading, time, torch, regard
+from regard.backends import native
 torch.set_num_threads(2)
-q = torch.randn(1, {heads}, {length}, 64, requires_grad={backward})
+kind = "{kind}"
+q = torch.randn(1, {heads}, {length}, 64, requires_grad=kind == "backward")
 regard.attention(q[:, :, :32], q[:, :, :32], q[:, :, :32], backend="native")
-if {backward}:
+if kind == "backward":
     out = regard.attention(q, q, q, backend="native")
 sent = []
 def send():
@@ -62,8 +64,16 @@ def send():
 threading.Thread(target=send).start()
 began = time.monotonic()
 try:
-    if {backward}:
+    if kind == "backward":
         out.sum().backward()
+    elif kind == "reading":
+        price = {{name: torch.zeros(q.shape[:3]) for name in ("dual", "peak", "rest")}}
+        plain, native.forward = native.forward, lambda form, names: price  # what is to be interrupted comes after it
+        try:
+            for _ in range(100):
+                regard.topk(q, q, 4)
+        finally:
+            native.forward = plain
     else:
         for _ in range(100):
             regard.attention(q, q, q, backend="native")
@@ -77,11 +87,11 @@ assert torch.allclose(regard.attention(small, small, small, backend="native"), r
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-@pytest.mark.parametrize("backward", [False, True])
-def test_ctrl_c_ends_a_long_call(backward):
+@pytest.mark.parametrize("kind", ["forward", "backward", "reading"])
+def test_ctrl_c_ends_a_long_call(kind):
     # Calls of five seconds and more on two cores: the interrupt must not wait for their end (but for the jobs begun).
-    heads, length = (8, 12000) if backward else (4, 40000)
-    waited = float(python(INTERRUPTED.format(heads=heads, length=length, backward=backward)))
+    heads, length = (8, 12000) if kind == "backward" else (4, 40000)
+    waited = float(python(INTERRUPTED.format(heads=heads, length=length, kind=kind)))
     assert waited < 3, waited
 
 

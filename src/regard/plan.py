@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .backends import native
 from .backends import torch as definition
+from .checks import concrete
 from .form import Form, lower, lower_problem
 from .parts import describe, is_integer
 from .problem import Transport
@@ -204,6 +206,8 @@ def weights_at(
         ) from None
     if bool(((index < 0) | (index >= Tk)).any()):
         raise ValueError(f"index: expected keys in [0, {Tk}), got {int(index.min())} to {int(index.max())}")
+    if _native_serves(form):
+        return native.weights_at(form, index).reshape(*lead, Tq, n)
     found = torch.zeros(B, H, Tq, n, dtype=form.dtype, device=query.device)
     for b, h, i, j, weights in _weight_blocks(form):
         local = index[b, h, i] - j.start
@@ -234,11 +238,14 @@ def topk(
     if not is_integer(n) or not 0 <= n <= Tk:
         raise ValueError(f"n: expected an int from 0 to Tk={Tk}, got {describe(n)}")
     n = int(n)
-    weights = torch.zeros(B, H, Tq, n, dtype=form.dtype, device=query.device)
-    indices = torch.zeros(B, H, Tq, n, dtype=torch.long, device=query.device)
-    for b, h, i, j, block in _weight_blocks(form, at_least=n):
-        weights[b, h, i], found = block.topk(n, -1)
-        indices[b, h, i] = found + j.start
+    if _native_serves(form):
+        weights, indices = native.topk(form, n)
+    else:
+        weights = torch.zeros(B, H, Tq, n, dtype=form.dtype, device=query.device)
+        indices = torch.zeros(B, H, Tq, n, dtype=torch.long, device=query.device)
+        for b, h, i, j, block in _weight_blocks(form, at_least=n):
+            weights[b, h, i], found = block.topk(n, -1)
+            indices[b, h, i] = found + j.start
     return weights.reshape(*lead, Tq, n), indices.reshape(*lead, Tq, n)
 
 
@@ -264,12 +271,15 @@ def block_mass(
     block = int(block)
     B, H, Tq, Tk = form.shape
     rows, columns = -(-Tq // block), -(-Tk // block)
-    pooled = torch.zeros(B, H, rows, columns, dtype=form.dtype, device=query.device)
-    for b, h, i, j, weights in _weight_blocks(form):
-        padded = torch.nn.functional.pad(weights, (j.start, columns * block - j.stop))
-        by_key = padded.unflatten(-1, (columns, block)).sum(-1)
-        owner = torch.arange(i.start, i.stop, device=query.device) // block
-        pooled[b, h] = pooled[b, h].index_add(2, owner, by_key)
+    if _native_serves(form):
+        pooled = native.block_sums(form, block)
+    else:
+        pooled = torch.zeros(B, H, rows, columns, dtype=form.dtype, device=query.device)
+        for b, h, i, j, weights in _weight_blocks(form):
+            padded = torch.nn.functional.pad(weights, (j.start, columns * block - j.stop))
+            by_key = padded.unflatten(-1, (columns, block)).sum(-1)
+            owner = torch.arange(i.start, i.stop, device=query.device) // block
+            pooled[b, h] = pooled[b, h].index_add(2, owner, by_key)
     sizes = torch.full((rows,), block, device=query.device)
     if rows:
         sizes[-1] = Tq - (rows - 1) * block
@@ -291,6 +301,11 @@ def _lower_plan(
     rank = max(query.dim(), key.dim())
     batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
     return form, (*batch, form.shape[1]) if rank > 2 else ()
+
+
+def _native_serves(form: Form) -> bool:
+    """Whether the native engine can make this plan's windows: it reads memory, which traced tensors do not have."""
+    return all(map(concrete, form.tensors().values())) and native.unsupported(form, ()) is None
 
 
 def _weight_blocks(form: Form, at_least: int = 0) -> Iterator[tuple[slice, slice, slice, slice, Tensor]]:

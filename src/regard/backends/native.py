@@ -156,7 +156,7 @@ def saved(form: Form, names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _centred(form: Form) -> bool:
     """Whether y = (alpha - 1)(s - lambda)/tau is computed as its distance from 1 (csrc/links.h)."""
-    least = float(form.alpha.min()) if isinstance(form.alpha, Tensor) else form.alpha
+    least = float(form.alpha.detach().min()) if isinstance(form.alpha, Tensor) else form.alpha
     return least < _CENTRED and form.marginal != "free"
 
 
@@ -370,6 +370,54 @@ def _sweep(
     packed = record.bytes()
     scratch = torch.empty(module.backward_scratch(packed), dtype=torch.uint8)
     module.backward(packed, scratch.data_ptr())
+
+
+# --- windows on the plan ----------------------------------------------------------------------------------------------
+
+
+def topk(form: Form, n: int) -> tuple[Tensor, Tensor]:
+    """The n largest weights of each row and their keys, [B, H, Tq, n]; equal weights by key."""
+    weights = torch.empty((*form.shape[:3], n), dtype=form.dtype)
+    keys = torch.empty((*form.shape[:3], n), dtype=torch.long)
+    _read(form, weights, picks=n, picked_weights=weights.data_ptr(), picked_keys=keys.data_ptr())
+    return weights, keys
+
+
+def weights_at(form: Form, index: Tensor) -> Tensor:
+    """The weights of chosen keys: int64 [B, H, Tq, n] -> [B, H, Tq, n]."""
+    weights = torch.empty(index.shape, dtype=form.dtype)
+    _read(form, weights, index, picks=index.shape[3], picked_weights=weights.data_ptr())
+    return weights
+
+
+def block_sums(form: Form, block: int) -> Tensor:
+    """The plan's sums over blocks, [B, H, ceil(Tq/block), ceil(Tk/block)]."""
+    B, H, Tq, Tk = form.shape
+    sums = torch.zeros((B, H, -(-Tq // block), -(-Tk // block)), dtype=form.dtype)
+    _read(form, sums, block=min(block, max(Tq, Tk)), block_sums=sums.data_ptr())
+    return sums
+
+
+def _read(form: Form, result: Tensor, index: Tensor | None = None, **fields: int) -> None:
+    """Find each row's price, make the plan again from it, and fill what the fields ask for."""
+    if not result.numel():
+        return
+    assert form.key is not None
+    module, _ = _extension()
+    form = dataclasses.replace(form, value=form.key[..., :0])  # nobody asks for an output
+    price = forward(form, _PRICE)
+    record = _record(form)
+    for name in _PRICE:
+        record.tensor(f"saved_{name}", price[name])
+    record.tensor("index", index)
+    for field, value in fields.items():
+        record.put(field, value)
+    packed = record.bytes()
+    scratch = torch.empty(module.reading_scratch(packed), dtype=torch.uint8)
+    module.reading(packed, scratch.data_ptr())
+
+
+# --- gradients of single slots ----------------------------------------------------------------------------------------
 
 
 def _slot_gradient(

@@ -1,0 +1,305 @@
+// Windows on the plan: nothing of it was kept; the weights are made again from each row's price (kept in two parts).
+//
+//   for each block of L rows (lanes), for each block of keys that some row may read:
+//     x <- exponents, as in the forward pass;  p <- weights     [keys][L]
+//     and p goes to who reads it: the largest of each row, sums over blocks, or chosen keys
+// A task owns its rows and goes through their keys in order, so threads never change a result.
+#pragma once
+#include "backward.h"
+#include "links.h"
+
+namespace {
+
+constexpr int64_t READ_KEYS = 96;  // keys per block
+constexpr int64_t READ_ROWS = 96;  // rows per task, at least, where blocks of the plan are summed
+
+// KL as a link: the prior is a part of x.
+template <class R> struct Exponential {
+  using V = Vec<R>;
+  template <int NV> Exponential(const Rows<R, NV> &) {}
+  INLINE void at(int, V d, V &p, V &w) const { p = w = power(d); }
+  INLINE void times_prior(int n, V d, V, V &p, V &w) const { at(n, d, p, w); }
+};
+
+// A weight and its key as one number, larger for what goes first: no weight is negative, so that its bits are in order
+// (NaN above all, as in torch.topk), and of equal weights the smaller key is first.
+template <class R> struct CodeOf;
+template <> struct CodeOf<float> { using type = uint64_t; };
+template <> struct CodeOf<double> { using type = unsigned __int128; };
+
+// The n largest weights of one row. What may be among them is only noted; when the notes are full, the n best are kept
+// and the least of those is the bar for what follows. No std::sort: its instances would be shared between instruction
+// sets.
+template <class R> struct Largest {
+  using Code = typename CodeOf<R>::type;
+  using Bits = typename IntegerOf<R>::type;
+  static constexpr int SHIFT = sizeof(R) * 8;
+  Code *notes;
+  int64_t n, room, count;
+
+  static int64_t room_for(const Problem &p) { return least(p.Tk, p.picks + most(p.picks, (int64_t)48)); }
+  static Code code(R weight, int64_t key) {
+    Bits bits;
+    memcpy(&bits, &weight, sizeof bits);
+    const Code high = sizeof(R) == 4 ? (Code)(uint32_t)bits : (Code)(uint64_t)bits;
+    return high << SHIFT | (Code)(uint32_t)~(uint32_t)key;
+  }
+  static R weight_of(Code code) {
+    const Bits bits = (Bits)(code >> SHIFT);
+    R weight;
+    memcpy(&weight, &bits, sizeof bits);
+    return weight;
+  }
+  static int64_t key_of(Code code) { return (uint32_t)~(uint32_t)code; }
+
+  // Parts low ... high: larger ones first; returns the last of the first part.
+  int64_t split(int64_t low, int64_t high) {
+    const Code pivot = notes[low + (high - low) / 2];
+    for (int64_t i = low - 1, j = high + 1;;) {
+      do ++i;
+      while (notes[i] > pivot);
+      do --j;
+      while (notes[j] < pivot);
+      if (i >= j) return j;
+      const Code code = notes[i];
+      notes[i] = notes[j], notes[j] = code;
+    }
+  }
+  void keep_best() {
+    for (int64_t low = 0, high = count - 1; low < high;) {
+      const int64_t middle = split(low, high);
+      if (middle >= n)
+        high = middle;
+      else
+        low = middle + 1;
+      if (low == n) break;  // the first n are the best
+    }
+    count = n;
+  }
+  void sort(int64_t low, int64_t high) {
+    while (high - low > 16) {
+      const int64_t middle = split(low, high);
+      if (middle - low < high - middle)
+        sort(low, middle), low = middle + 1;
+      else
+        sort(middle + 1, high), high = middle;
+    }
+    for (int64_t i = low + 1; i <= high; ++i) {
+      const Code code = notes[i];
+      int64_t j = i;
+      for (; j > low && notes[j - 1] < code; --j) notes[j] = notes[j - 1];
+      notes[j] = code;
+    }
+  }
+
+  // Keys come in order. True: there is a new bar.
+  INLINE bool offer(R weight, int64_t key) {
+    notes[count++] = code(weight, key);
+    return count == room && room > n;
+  }
+  R raise_bar() {
+    keep_best();
+    Code last = notes[0];
+    for (int64_t i = 1; i < n; ++i) last = least(last, notes[i]);
+    return weight_of(last);
+  }
+  void finish(R *weights, int64_t *keys) {
+    if (count > n) keep_best();
+    int64_t at = count;  // the notes are still in order if they are few: other keys fill the rest
+    for (int64_t key = 0, next = 0; at < n; ++key) {
+      if (next < count && key_of(notes[next]) == key)
+        ++next;
+      else
+        weights[at] = 0, keys[at++] = key;
+    }
+    sort(0, count - 1);
+    for (int64_t i = 0; i < count; ++i) weights[i] = weight_of(notes[i]), keys[i] = key_of(notes[i]);
+  }
+};
+
+template <class R, int NV> struct ReadPanels {
+  static constexpr int64_t L = Simd<R>::N * NV, SIZE = READ_KEYS * L;
+  R *x, *gate, *bias, *spare, *k_spare, *qt;
+  R *whole;  // the weights of all keys that the rows may read, where keys are chosen
+  typename Largest<R>::Code *notes;  // of the rows' largest weights
+  uint8_t *live;
+  // Keys that a block of rows may read.
+  static int64_t span(const Problem &p) {
+    const int64_t band = p.left + p.right;  // packed rows (see ReadCut) are fewer than 16 places apart
+    return band < p.Tk ? least(p.Tk, most((int64_t)0, band + 1 + most((int64_t)16, L))) : p.Tk;
+  }
+  ReadPanels(Arena &arena, const Problem &p) {
+    R **panels[] = {&x, &gate, &bias, &spare};
+    for (R **panel : panels) *panel = arena.take<R>(SIZE);
+    k_spare = arena.take<R>(READ_KEYS * p.D), qt = arena.take<R>(L * p.D);
+    whole = p.index ? arena.take<R>(span(p) * L) : nullptr;
+    notes = p.picked_keys ? arena.take<typename Largest<R>::Code>(Largest<R>::room_for(p) * L) : nullptr;
+    live = arena.take<uint8_t>(READ_KEYS);
+  }
+  static int64_t bytes(const Problem &p) {
+    const int64_t numbers = 4 * SIZE + (READ_KEYS + L) * p.D + (p.index ? span(p) * L : 0);
+    const int64_t notes = p.picked_keys ? Largest<R>::room_for(p) * L : 0;
+    return numbers * (int64_t)sizeof(R) + notes * (int64_t)sizeof(typename Largest<R>::Code) + READ_KEYS + 640;
+  }
+};
+
+// x -> p in place; prior: where it is apart from x.
+template <class R, int NV, class Link>
+void read_weights(const Rows<R, NV> &rows, int64_t keys, R *x, const R *prior, const Vec<R> *peak, const Vec<R> *rest) {
+  using V = Vec<R>;
+  constexpr int N = Simd<R>::N, L = N * NV;
+  const Link link(rows);
+  for (int64_t j = 0; j < keys; ++j)
+    for (int n = 0; n < NV; ++n) {
+      const int64_t at = j * L + n * N;
+      const V e = load(x + at), d = e - peak[n] + rest[n];
+      V p, w;
+      if (prior)
+        link.times_prior(n, d, load(prior + at), p, w);
+      else
+        link.at(n, d, p, w);
+      store(x + at, e == -INF<R> ? V{} : p);  // whatever the row's price is
+    }
+}
+
+// take(first, keys, p) for each block of keys that a block of rows may read. Lanes without a row may hold anything.
+template <class R, int NV, class Take>
+void read_rows(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, ReadPanels<R, NV> &s, Take take) {
+  constexpr int N = Simd<R>::N;
+  Vec<R> peak[NV] = {}, rest[NV];
+  for (int n = 0; n < NV; ++n) rest[n] = all(-INF<R>);
+  for (int i = 0; i < rows.n; ++i) {
+    const R top = of_row<R>(p.saved_peak, rows.at(p.saved_peak, i));
+    const R h = of_row<R>(p.saved_rest, rows.at(p.saved_rest, i));
+    if (top == -INF<R>) continue;  // the row has no key
+    peak[i / N][i % N] = top, rest[i / N][i % N] = p.family == regard::KL ? -h : h;
+  }
+  rows.transpose(p.query, p.D, s.qt, [&](int i) { return rows.factor(p, terms, i); });
+  for (int64_t first = rows.lo; first < rows.hi; first += READ_KEYS) {
+    const int64_t keys = least(READ_KEYS, rows.hi - first);
+    const Gate gate = open_gate(p, terms, rows, first, keys, s.gate, s.bias, s.spare, s.live);
+    if (gate == CLOSED) continue;
+    int64_t stride;
+    const R *k = as_rows(p.key, rows.b, rows.kv, first, keys, p.D, s.k_spare, stride);
+    scores<R, NV, false>(s.qt, k, stride, p.D, keys, s.x);
+    if (gate == PARTLY || !terms.folded)
+      dress(p, terms, rows, keys, s.x, gate == PARTLY ? s.gate : nullptr, s.bias, (R *)nullptr, (R *)nullptr);
+    const auto weigh_by = [&](auto tag) {
+      read_weights<R, NV, typename decltype(tag)::Link>(rows, keys, s.x, terms.prior ? s.gate : nullptr, peak, rest);
+    };
+    p.family == regard::KL ? weigh_by(Tag<Exponential<R>>()) : with_link<R>(p, weigh_by);
+    take(first, keys, s.x);
+  }
+}
+
+template <class R, int NV>
+void read_largest(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, ReadPanels<R, NV> &s) {
+  constexpr int N = Simd<R>::N, L = N * NV;
+  const int64_t room = Largest<R>::room_for(p);
+  Largest<R> lists[L];
+  for (int i = 0; i < rows.n; ++i) lists[i] = {s.notes + i * room, p.picks, room, 0};
+  Vec<R> bar[NV] = {};  // weights above it are offered
+  const uint64_t exist = ((uint64_t)1 << rows.n) - 1;  // lanes are 48 at most
+  read_rows<R, NV>(p, terms, rows, s, [&](int64_t first, int64_t keys, const R *panel) {
+    for (int64_t j = 0; j < keys; ++j) {
+      Mask<R> over[NV], some = {};
+      for (int n = 0; n < NV; ++n) some |= over[n] = ~(load(panel + j * L + n * N) <= bar[n]);  // NaN, too
+      if (!any(some)) continue;
+      uint64_t bits = 0;
+      for (int n = 0; n < NV; ++n) bits |= (uint64_t)lanes_of(over[n]) << (n * N);
+      for (bits &= exist; bits; bits &= bits - 1) {
+        const int i = __builtin_ctzll(bits);
+        if (lists[i].offer(panel[j * L + i], first + j)) bar[i / N][i % N] = lists[i].raise_bar();
+      }
+    }
+  });
+  for (int i = 0; i < rows.n; ++i) {
+    const int64_t at = rows.flat(p, i) * p.picks;
+    lists[i].finish((R *)p.picked_weights + at, (int64_t *)p.picked_keys + at);
+  }
+}
+
+template <class R, int NV>
+void read_sums(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, ReadPanels<R, NV> &s) {
+  constexpr int N = Simd<R>::N, L = N * NV;
+  const int64_t down = (p.Tq + p.block - 1) / p.block, across = (p.Tk + p.block - 1) / p.block;
+  int64_t owner[L];  // the block of queries that a row belongs to
+  for (int i = 0; i < rows.n; ++i) owner[i] = (rows.b * p.H + rows.head[i]) * down + rows.query[i] / p.block;
+  read_rows<R, NV>(p, terms, rows, s, [&](int64_t first, int64_t keys, const R *panel) {
+    for (int64_t j = 0; j < keys;) {
+      const int64_t column = (first + j) / p.block, to = least(keys, (column + 1) * p.block - first);
+      Vec<R> sums[NV] = {};
+      for (; j < to; ++j)
+        for (int n = 0; n < NV; ++n) sums[n] += load(panel + j * L + n * N);
+      for (int i = 0; i < rows.n;) {
+        const int64_t row = owner[i];
+        R sum = 0;
+        for (; i < rows.n && owner[i] == row; ++i) sum += sums[i / N][i % N];
+        ((R *)p.block_sums)[row * across + column] += sum;
+      }
+    }
+  });
+}
+
+template <class R, int NV>
+void read_chosen(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, ReadPanels<R, NV> &s) {
+  constexpr int L = Simd<R>::N * NV;
+  if (rows.hi > rows.lo) memset(s.whole, 0, (rows.hi - rows.lo) * L * sizeof(R));
+  read_rows<R, NV>(p, terms, rows, s, [&](int64_t first, int64_t keys, const R *panel) {
+    memcpy(s.whole + (first - rows.lo) * L, panel, keys * L * sizeof(R));
+  });
+  for (int i = 0; i < rows.n; ++i) {
+    const int64_t *index = (const int64_t *)p.index.data + rows.at(p.index, i);
+    R *to = (R *)p.picked_weights + rows.flat(p, i) * p.picks;
+    for (int64_t pick = 0; pick < p.picks; ++pick) {
+      const int64_t key = index[pick * p.index.s3];
+      to[pick] = key >= rows.lo && key < rows.hi ? s.whole[(key - rows.lo) * L + i] : 0;
+    }
+  }
+}
+
+// How the work is cut: by the shape alone. Few queries: those of all heads that read one key head are rows of one
+// block. Where blocks are summed, a task has whole blocks of queries.
+template <class R, int NV> struct ReadCut {
+  static constexpr int64_t L = Simd<R>::N * NV;
+  bool packed;
+  int64_t units, rows, task_rows, tasks;
+  explicit ReadCut(const Problem &p) {
+    const int64_t group = p.H / p.Hkv;
+    packed = group > 1 && p.Tq < 16;
+    units = p.B * (packed ? p.Hkv : p.H), rows = packed ? p.Tq * group : p.Tq;
+    task_rows = L;
+    if (p.block_sums) task_rows = packed || p.block >= rows ? rows : (READ_ROWS + p.block - 1) / p.block * p.block;
+    tasks = (rows + task_rows - 1) / task_rows;
+  }
+  int64_t thread_bytes(const Problem &p) const {
+    return (ReadPanels<R, NV>::bytes(p) + (int64_t)sizeof(Rows<R, NV>) + 127) / 64 * 64;
+  }
+  int64_t bytes(const Problem &p) const { return p.threads * thread_bytes(p) + 128; }
+};
+
+template <class R, int NV> void reading_as(const Problem &p) {
+  const Terms terms(p);
+  const ReadCut<R, NV> cut(p);
+  const int64_t group = p.H / p.Hkv, heads = cut.packed ? p.Hkv : p.H;
+  char *scratch = (char *)((p.scratch + 63) / 64 * 64);
+  parallel(p.threads, cut.units * cut.tasks, [&](int64_t job, int64_t thread) {
+    const int64_t unit = job / cut.tasks, task = cut.tasks - 1 - job % cut.tasks;  // longest rows first
+    const int64_t h = unit % heads * (cut.packed ? group : 1);
+    Arena arena{scratch + thread * cut.thread_bytes(p)};
+    Rows<R, NV> &rows = *arena.take<Rows<R, NV>>(1);
+    ReadPanels<R, NV> panels(arena, p);
+    const int64_t end = least(cut.rows, (task + 1) * cut.task_rows);
+    for (int64_t first = task * cut.task_rows; first < end; first += cut.L) {
+      rows.place(p, unit / heads, h / group, h, cut.packed, first, least(cut.L, end - first));
+      if (p.picked_keys)
+        read_largest(p, terms, rows, panels);
+      else if (p.index)
+        read_chosen(p, terms, rows, panels);
+      else
+        read_sums(p, terms, rows, panels);
+    }
+  });
+}
+
+}  // namespace
