@@ -111,8 +111,9 @@ template <class R, int FROM> struct Power {
   INLINE void times_prior(int n, V d, V log_prior, V &p, V &w) const {  // in one exponential each: y^beta may be anything
     const Mask<R> in = inside(d) & (log_prior > -INF<R>);
     const V log_y = log2_y(d, in), log_p = beta_[n] * log_y + log_prior;
-    p = in ? power(log_p) : V{};
-    w = in ? power(log_p - log_y) : V{};
+    const V out = d != d ? d : V{};
+    p = in ? power(log_p) : out;
+    w = in ? power(log_p - log_y) : out;
   }
   INLINE V rise(int n, V r) const {
     const V e = inverse[n] * vlog(vmax(all(TINY<R>), r)), f = power((R)LOG2E * e);
@@ -135,7 +136,7 @@ template <class R> struct Sigmoid {
   INLINE void at(int n, V t, V &p, V &w) const { times_prior(n, t, V{}, p, w); }
   INLINE void times_prior(int, V t, V log_prior, V &p, V &w) const {
     const V below = -vmax(V{}, -t), e = vexp2(below - vmax(V{}, t)), q = (R)1 / ((R)1 + e);  // e = 2^-|t|
-    p = t > -INF<R> ? power(below + log_prior) * q : V{};
+    p = t == -INF<R> ? V{} : power(below + log_prior) * q;
     w = p * (t > 0 ? e * q : q);
   }
   INLINE V rise(int, V r) const { return r; }

@@ -135,7 +135,7 @@ void take(const Link &link, int64_t rows, int64_t stride, const R *x, const R *p
       }
     for (int n = 0; n < NV; ++n) p_sum[n] += p_part[n], w_sum[n] += w_part[n];
   }
-  const R scale = (R)rows / (R)((rows + stride - 1) / stride);
+  const R scale = rows ? (R)rows / (R)((rows + stride - 1) / stride) : 1;
   for (int n = 0; n < NV; ++n)
     taken[n] = scale * p_sum[n], slope[n] = scale * w_sum[n], count[n] = scale * __builtin_convertvector(some[n], V);
 }
@@ -154,7 +154,7 @@ void begin(const Problem &p, const Rows<R, NV> &rows, const Link &link, Ledger<R
       anchor = better ? null : anchor, best = better ? price : best, top = vmax(top, null);
       ledger.null_x[n] = null - (anchor == -INF<R> ? V{} : anchor);
     }
-    const Mask<R> idle = anchor == -INF<R>;
+    const Mask<R> idle = best == -INF<R>;  // not by the anchor: a row may begin again
     anchor = idle ? V{} : anchor;
     ledger.low[n] = idle ? V{} : anchor - top - Link::ORIGIN, ledger.high[n] = all(INF<R>);
     ledger.h[n] = idle ? all(-INF<R>) : anchor - best - Link::ORIGIN;
@@ -217,7 +217,7 @@ bool step(const Problem &p, const Rows<R, NV> &rows, const Link &link, int64_t p
     const V middle = low * (R)0.5 + high * (R)0.5;
     next = bad ? (open ? h + width : middle) : next;
     width = bad & open ? width * (R)4 : width;
-    next = (shut & bad) ? h : next;
+    next = ((shut & bad) | (ratio != ratio)) ? h : next;  // a relaxed row's mass may be too small for a ratio
     if (!convex && iteration >= 30 && iteration % 2) next = (open | last) ? next : middle;
     // From above, a convex equation's steps stay above; of others the bracket alone is sure. A little less, for rounding.
     const M sure = (ratio >= (R)1) & ~bad & (convex ? ~M{} : M{});
@@ -232,7 +232,7 @@ bool step(const Problem &p, const Rows<R, NV> &rows, const Link &link, int64_t p
   return settled;
 }
 
-// Add panel rows at ... at + keys - 1 (keys first ...) to the lists: the candidates whose x is above the best price. False
+// Add panel rows at ... at + keys - 1 (keys first ...) to the lists: the candidates whose x is not below the best price. False
 // if there is no room.
 template <class R, int NV, class Link>
 bool enlist(const Link &link, Sheet<R, NV> &s, const Ledger<R, NV> &ledger, int64_t first, int64_t at, int64_t keys) {
@@ -246,7 +246,11 @@ bool enlist(const Link &link, Sheet<R, NV> &s, const Ledger<R, NV> &ledger, int6
   for (int64_t j = 0; j < keys; ++j) {
     const R *x = s.x + (at + j) * L;
     Mask<R> some[NV], any_lane = {};
-    for (int n = 0; n < NV; ++n) any_lane |= some[n] = load(x + n * N) > bound[n];
+    for (int n = 0; n < NV; ++n) {
+      const V at = load(x + n * N);
+      // At a large score the bound may be rounded up to the best key itself. One NaN is the row's.
+      any_lane |= some[n] = ((at >= bound[n]) & (at > -INF<R>)) | ((at != at) & (bound[n] == bound[n]));
+    }
     if (!any(any_lane)) continue;
     uint64_t bits = 0;
     for (int n = 0; n < NV; ++n) bits |= (uint64_t)lanes_of(some[n]) << (n * N);
@@ -455,7 +459,8 @@ void finish_link(const Problem &p, const Terms &terms, const Reading &want, cons
     const R dual = !some ? -INF<R> : free ? -level : (anchor - h - Link::ORIGIN) / c;
     // What rounding of the price left over is shared in proportion.
     const R all_mass = mass + null;
-    const R scale = (free || relax || !(all_mass > 0)) ? 1 : (R)p.mass / all_mass;
+    R scale = (free || relax || !(all_mass > 0)) ? 1 : (R)p.mass / all_mass;
+    if (ledger.top[n][lane] != ledger.top[n][lane]) scale = ledger.top[n][lane];  // NaN in, NaN out
     share[i] = scale;
     put(p.dual, at, dual);
     put(p.peak, at, some ? anchor : -INF<R>), put(p.rest, at, h);

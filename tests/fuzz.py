@@ -2,9 +2,9 @@
 
     python tests/fuzz.py [--minutes 5] [--seed 17 [--seed 18 ...]]
 
-Everything about a problem follows from its seed: shapes (empty, one, odd), strides (transposed, cut, expanded), priors,
-marginals, dtypes, softcap, dropout, grouped heads, statistics, gradients. A failure prints the seed and how to
-run it again. tests/test_fuzz.py runs some fixed seeds.
+Everything about a problem follows from its seed: regulariser, shapes (empty, one, odd), strides (transposed, cut,
+expanded), how far the scores are spread, priors, marginals, dtypes, softcap, dropout, grouped heads, statistics,
+gradients. A failure prints the seed and how to run it again. tests/test_fuzz.py runs some fixed seeds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,20 @@ import torch
 from torch import Tensor
 
 import regard
-from regard import ALiBi, AuxRequest, Bias, Causal, Documents, Free, Rows, Transport, Window
+from regard import (
+    KL,
+    ALiBi,
+    AuxRequest,
+    Bias,
+    Causal,
+    Documents,
+    FermiDirac,
+    Free,
+    Rows,
+    Transport,
+    Tsallis,
+    Window,
+)
 
 NAMES = tuple(AuxRequest.__dataclass_fields__)
 SIZES = [0, 1, 1, 2, 3, 7, 8, 16, 23, 24, 25, 47, 48, 49, 96, 97, 130, 193]
@@ -75,6 +88,36 @@ class Problem:
             self.leaves["tau"] = self.uniform(*shape) + 0.5
         self.statistics = tuple(r.sample(NAMES, r.choice([0, 0, 1, 3, len(NAMES)])))
         self.gradients = r.random() < 0.7
+        self.family = r.choice(["kl", "tsallis", "tsallis", "fermi"])
+        self.alpha = r.choice([1.05, 1.2, 1.3, 1.5, 1.5, 1.8, 2.0, 2.0, 2.5, None])  # None: a tensor
+        self.spread = r.choice([0.01, 1.0, 1.0, 1.0, 4.0, 10.0])  # how few keys have weight
+        if self.family != "kl":
+            self.other_family()
+
+    def other_family(self) -> None:
+        r = self.r
+        self.statistics = tuple(name for name in self.statistics if name != "lse")
+        if r.random() < 0.3:  # long enough for lists of the keys that have weight
+            self.B, self.H, self.Hkv = 1, 2, r.choice([1, 2])
+            self.Tq, self.Tk = r.choice([1, 5, 30]), r.choice([700, 900, 1300])
+            self.priors, self.mask = [], None
+            self.leaves = {n: t for n, t in self.leaves.items() if n in ("level",)}
+            for name, H, T, D in (("q", self.H, self.Tq, self.D), ("k", self.Hkv, self.Tk, self.D)):
+                self.leaves[name] = self.heads(H, T, D)
+            self.leaves["v"] = self.heads(self.Hkv, self.Tk, self.Dv)
+            if "level" in self.leaves:
+                self.leaves["level"] = self.leaves["level"][:1]
+        if self.marginal == "relax":  # its mass is exp(dual/rho), and near alpha = 1 that is soon 0 or infinite
+            self.spread, self.alpha = min(self.spread, 1.0), max(self.alpha or 1.5, 1.3)
+        self.leaves["q"] = self.leaves["q"] * self.spread
+        if self.family == "fermi":
+            self.marginal = "free"
+            self.leaves["level"] = self.normal(1) - 1
+            return
+        if self.alpha is None:
+            self.leaves["alpha"] = 1.1 + 0.8 * self.uniform(r.choice([1, self.H]))
+        if self.marginal == "free":  # 1/(alpha - 1) is where a score of 0 has weight 1
+            self.leaves["level"] = 1 / ((self.alpha or 1.5) - 1) - self.uniform(1)
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.g)
@@ -148,8 +191,13 @@ class Problem:
             "relax": lambda: Rows(relax=x["level"]),
             "free": lambda: Free(offset=x["level"]),
         }[self.marginal]()
+        regularizer = {
+            "kl": KL,
+            "fermi": FermiDirac,
+            "tsallis": lambda: Tsallis(x["alpha"] if self.alpha is None else self.alpha),
+        }[self.family]()
         return self.options | {
-            "problem": Transport(prior=prior, marginal=marginal, temperature=x.get("tau", 1.0)),
+            "problem": Transport(regularizer, prior=prior, marginal=marginal, temperature=x.get("tau", 1.0)),
             "attn_mask": x.get("mask"),
         }
 
@@ -183,21 +231,23 @@ class Problem:
     def describe(self) -> str:
         leaves = ", ".join(f"{n}{list(t.shape)}" for n, t in self.leaves.items())
         return (
-            f"seed {self.seed}: {self.dtype}, {leaves}; priors {self.priors} {self.alignment} {self.band}, "
+            f"seed {self.seed}: {self.family} {self.alpha} x {self.spread}, {self.dtype}, {leaves}; "
+            f"priors {self.priors} {self.alignment} {self.band}, "
             f"marginal {self.marginal}, mask {self.mask}, {self.options}, statistics {self.statistics}, "
             f"gradients {self.gradients}"
         )
 
 
-def error(found: Tensor, truth: Tensor) -> float:
-    """Largest error, relative to 1 and to the largest element; equal infinities and NaN do not count."""
+def error(found: Tensor, truth: Tensor, share: float = 1.0) -> float:
+    """Largest error (of a share), relative to 1 and to the largest element; equal infinities and NaN do not count."""
     if not found.numel():
         return 0.0
     found, truth = found.double(), truth.double()
     same = (found == truth) | (found.isnan() & truth.isnan())
     gap = torch.where(same, 0.0, (found - truth).abs()).nan_to_num(nan=math.inf)
     size = torch.where(truth.isfinite(), truth.abs(), 0.0)
-    return float((gap / (1 + size.max())).max())
+    ordered = (gap / (1 + size.max())).flatten().sort().values
+    return float(ordered[max(0, math.ceil(share * ordered.numel()) - 1)])
 
 
 def check(seed: int) -> str | None:
@@ -222,7 +272,21 @@ def check(seed: int) -> str | None:
             return f"{name}: shape {list(value.shape)}, expected {list(truth[name].shape)}"
         rounded = half and (name == "out" or name in ("grad q", "grad k", "grad v"))
         bound = 4 * error(plain[name], truth[name]) + (torch.finfo(problem.dtype).eps if rounded else floor)
-        wrong = error(value, truth[name])
+        share = 1.0
+        if problem.Tk > 512 and name in ("score_variance", "cost", "kl", "value_spread"):
+            bound = bound + 5 * floor  # differences of sums, taken key after key
+        if problem.family == "tsallis" and problem.dtype != torch.float64:
+            # Near alpha = 1 a weight is a high power of y, with that many times its rounding error. At the edge of the
+            # support a key has weight or has none, as the last bit of its score will have it, and from alpha = 2 on
+            # gradients jump with it: then most of them must be right, and all finite.
+            bound = bound + (1 if problem.alpha is None else 1 / (problem.alpha - 1)) * floor
+            if name == "support":
+                bound, share = bound + 0.02, 0.98
+            elif name.startswith("grad") and (problem.alpha or 1.5) >= 2:
+                bound, share = 10 * bound, 0.8
+                if not value[truth[name].isfinite()].isfinite().all():
+                    return f"{name}: not finite"
+        wrong = error(value, truth[name], share)
         if not wrong <= bound:
             return f"{name}: error {wrong:.1e}, expected at most {bound:.1e}"
     return None

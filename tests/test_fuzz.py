@@ -8,14 +8,15 @@ from regard.backends import native
 pytest.importorskip("regard._native", reason="the native engine was not built")
 
 
-@pytest.mark.parametrize("seed", range(48))
+@pytest.mark.parametrize("seed", range(96))
 def test_seed(seed):
     wrong = fuzz.check(seed)
     assert wrong is None, fuzz.report(seed, wrong)
 
 
 def test_problems_are_served_and_vary():
-    problems = [fuzz.Problem(seed) for seed in range(48)]
+    problems = [fuzz.Problem(seed) for seed in range(96)]
+    assert {p.family for p in problems} == {"kl", "tsallis", "fermi"}
     assert {p.marginal for p in problems} == {"rows", "mass", "sink", "relax", "free"}
     assert {name for p in problems for name in p.priors} == set(fuzz.PRIORS)
     assert min(p.Tk for p in problems) == 0

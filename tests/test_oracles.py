@@ -118,6 +118,34 @@ def test_entmax_bisect_and_its_gradient_in_alpha(alpha):
         assert torch.allclose(got, expected, atol=1e-7), (got - expected).abs().max()
 
 
+@pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0])
+@pytest.mark.parametrize("spread", [0.1, 3.0])
+def test_entmax_through_the_native_engine(alpha, spread):
+    """A thousand keys, in float32, few or many of them with weight; output and gradients, alpha's too."""
+    pytest.importorskip("regard._native", reason="the native engine was not built")
+    generator = torch.Generator().manual_seed(7)
+    q, k, v, g = (torch.randn(1, 2, T, 16, generator=generator) for T in (60, 1000, 1000, 60))
+    results = []
+    for mine in (True, False):
+        leaves = [t.clone() if mine else t.double() for t in (spread * q, k, v, torch.tensor(alpha))]
+        q_, k_, v_, a = (t.requires_grad_() for t in leaves)
+        if mine:
+            exact = regard.attention(q_, k_, v_, problem=Transport(Tsallis(alpha)), backend="native")
+            out = regard.attention(q_, k_, v_, problem=Transport(Tsallis(a)), backend="native")
+            assert torch.allclose(out, exact, atol=1e-5), "a number and a tensor are not the same"
+        else:
+            s = q_ @ k_.mT / 4
+            exact_of = {1.5: entmax.entmax15, 2.0: entmax.sparsemax}.get(alpha)
+            weights = entmax.entmax_bisect(s, a, n_iter=80)
+            if exact_of is not None:
+                assert torch.allclose(weights, exact_of(s, dim=-1), atol=1e-7)
+            out = weights @ v_
+        results.append((out, *torch.autograd.grad(out, leaves, g.to(out.dtype))))
+    for name, got, expected in zip(("out", "q", "k", "v", "alpha"), *results, strict=True):
+        wrong = (got - expected).abs().max() / (1 + expected.abs().max())
+        assert wrong < (2e-5 if name == "out" else 2e-4), (name, wrong)
+
+
 # --- closed forms -----------------------------------------------------------------------------------------------------
 
 

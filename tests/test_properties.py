@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -175,3 +176,87 @@ def test_the_gradient_is_an_advantage(problem, seed, n):
         assert torch.allclose(
             gradient.sum(-1), torch.zeros(4, dtype=torch.float64), atol=1e-8 * (1 + gradient.abs().max().item())
         )
+
+
+# --- the same laws, of the native engine in float32 -------------------------------------------------------------------
+
+
+def native_plan(scores, problem):
+    """Weights [rows, n] and statistics of the native engine: with unit keys and values the plan is the output."""
+    pytest.importorskip("regard._native", reason="the native engine was not built")
+    n = scores.shape[1]
+    eye = torch.eye(n).expand(1, 1, n, n)
+    request = AuxRequest(dual=True, value=True, mass=True, entropy=True)
+    out, aux = regard.attention(
+        scores.float()[None, None], eye, eye, scale=1.0, problem=problem, return_aux=request, backend="native"
+    )
+    return out[0, 0].double(), {
+        name: getattr(aux, name)[0, 0].double() for name in ("dual", "value", "mass", "entropy")
+    }
+
+
+native_problems = st.one_of(
+    st.builds(
+        lambda alpha, marginal, tau: Transport(Tsallis(alpha), marginal=marginal, temperature=tau),
+        st.floats(1.1, 3.0),
+        st.one_of(
+            st.just(Rows()),
+            st.builds(lambda b: Rows(sink=b), st.floats(-3, 3)),
+            st.builds(lambda r: Rows(relax=r), st.floats(0.5, 10)),
+            st.builds(lambda m: Rows(mass=m), st.floats(0.2, 5)),
+        ),
+        st.floats(0.2, 5.0),
+    ),
+    st.builds(
+        lambda b, tau: Transport(FermiDirac(), marginal=Free(b), temperature=tau), st.floats(-3, 3), temperatures
+    ),
+)
+long = st.one_of(sizes, st.integers(600, 900))  # either way of keeping weights
+
+
+@settings(max_examples=60)
+@given(native_problems, seeds, long)
+def test_native_weights_are_optimal(problem, seed, n):
+    """Judged by the certificate, in float64: no gap, the marginal met; and by the engine's own dual and value."""
+    scores = draw(seed, 3, n).float().double()
+    weights, aux = native_plan(scores, problem)
+    certificate = regard.certify(scores, weights, problem)
+    size = 1 + certificate.dual.abs() + weights.sum(-1) * scores.abs().amax()
+    assert (certificate.gap.abs() <= 2e-5 * size).all(), f"{problem}\n{certificate}"
+    assert (certificate.row_residual <= 2e-5 * (1 + weights.sum(-1))).all(), f"{problem}\n{certificate}"
+    assert (weights >= 0).all() and torch.allclose(weights.sum(-1), aux["mass"], rtol=1e-5, atol=1e-6)
+    best = regard.solve(scores, problem)
+    assert torch.allclose(aux["value"], certificate.dual, rtol=2e-5, atol=2e-5 * float(size.max()))
+    assert torch.allclose(aux["dual"], best.dual.reshape(-1), rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=60)
+@given(st.floats(1.02, 3.0), st.floats(0.2, 5), temperatures, seeds, long)
+def test_native_rows_sum_to_their_mass(alpha, mass, tau, seed, n):
+    weights, aux = native_plan(draw(seed, 3, n), Transport(Tsallis(alpha), marginal=Rows(mass=mass), temperature=tau))
+    assert torch.allclose(weights.sum(-1), torch.full((3,), mass, dtype=torch.float64), rtol=1e-5)
+    assert torch.allclose(aux["mass"], torch.full((3,), mass, dtype=torch.float64), rtol=1e-6)
+
+
+@settings(max_examples=60)
+@given(seeds, long)
+def test_native_alpha_to_one_is_softmax(seed, n):
+    """p = y^1000 there. To first order in alpha - 1 a weight is off by (t^2 - mean t^2)/2 of itself, t = log p."""
+    scores = draw(seed, 3, n, scale=1.0)
+    weights, aux = native_plan(scores, Transport(Tsallis(1.001)))
+    limit = scores.softmax(-1)
+    t = limit.log()
+    bound = 0.001 * limit * (t**2 + (limit * t**2).sum(-1, keepdim=True)) + 1e-6
+    assert ((weights - limit).abs() <= bound).all()
+    assert torch.allclose(aux["entropy"], -(limit * t).sum(-1), rtol=0.02, atol=1e-3)
+
+
+@settings(max_examples=60)
+@given(st.sampled_from([1.05, 1.3, 1.5, 2.0, 2.5]), seeds, st.one_of(st.integers(2, 24), st.integers(600, 900)))
+def test_native_cold_limit_is_hard_routing(alpha, seed, n):
+    scores = draw(seed, 5, n).float().double()
+    margin = scores.sort(-1).values.diff(dim=-1)[:, -1].min().clamp(min=1e-4)
+    weights, _ = native_plan(scores, Transport(Tsallis(alpha), temperature=float(margin) / 1000))
+    clear = scores.sort(-1).values.diff(dim=-1)[:, -1] >= margin
+    hard = torch.nn.functional.one_hot(scores.argmax(-1), n).double()
+    assert torch.allclose(weights[clear], hard[clear], atol=1e-6)

@@ -130,9 +130,9 @@ class Tsallis(Regularizer):
     def _log_ratio(self, t: Tensor) -> tuple[Tensor, Tensor]:
         base = (self.alpha - 1) * t
         if self._centred:
-            inside = base > -1
+            inside = ~(base <= -1)  # NaN stays NaN
             return inside, torch.where(inside, base, 0.0).log1p() / (self.alpha - 1)
-        inside = base > 0
+        inside = ~(base <= 0)
         return inside, torch.where(inside, base, 1.0).log() / (self.alpha - 1)
 
     def absorb(self, log_scale: Tensor, temperature: Scalar) -> tuple[Tensor, Scalar, Scalar]:

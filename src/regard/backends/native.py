@@ -483,7 +483,12 @@ def _link_gradient(
     if slot == "slopes":
         return -found["row_gd"][..., None]
     tau, level, alpha, dual = row(form.temperature), row(form.level), row(form.alpha), outputs["dual"]
-    baseline = found["row_dot"]
+    baseline, idle = found["row_dot"], dual == -torch.inf
+    y: Any = 1.0
+    p: Any = 0.0
+    advantage: Any = 0.0
+    gain: Any = 0.0
+    mass: Any = 0.0
     if form.marginal == "sink":
         # y, p and w of the null key, and its advantage: it has no value, so only the entropy may want it.
         y = ((alpha - 1) * (level - dual) / tau).clamp(min=0)
@@ -499,15 +504,15 @@ def _link_gradient(
     if form.marginal == "sink":
         total = -gain
     elif form.marginal == "relax":
-        mass = torch.where(dual == -torch.inf, 0.0, (dual / level).exp())
-        total = baseline * tau * mass / level
+        mass = torch.where(idle, 0.0, (dual / level).exp())
+        total = torch.where(idle, 0.0, baseline * tau * mass / level)
     elif form.marginal == "free":
         total = found["row_g"]
     if slot == "level":
         if form.marginal == "sink":
             result = gain / tau
         elif form.marginal == "relax":
-            result = torch.where(dual == -torch.inf, 0.0, -baseline * mass * dual / level**2)
+            result = torch.where(idle, 0.0, -baseline * mass * dual / level**2)
         else:
             result = total / tau
     elif slot == "temperature":
@@ -519,8 +524,15 @@ def _link_gradient(
         result = -by_score / tau**2
     else:
         result = found["row_ga"]
+        if form.marginal != "free":
+            # What the baseline's rounding let through is taken out as if all keys were like the best one.
+            best = outputs["rest"].double() + float(_centred(form))
+            best = torch.where(best > 0, best, 1.0)
+            change = (best - 1 - best * best.log()) / (alpha - 1) ** 2
+            result = result - (found["row_g"] - total) * change.to(form.dtype)
         if form.marginal == "sink":
-            result = result + p * advantage * (1 - 1 / y - y.log()) / (alpha - 1) ** 2
+            y = y.double()
+            result = result + p * advantage * (1 - 1 / y - y.log()).to(form.dtype) / (alpha - 1) ** 2
         elif form.marginal != "rows":  # the sum moves lambda + tau/(alpha - 1) with alpha; here lambda itself counts
             result = result + total / (alpha - 1) ** 2
     return result[..., None]

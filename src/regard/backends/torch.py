@@ -428,7 +428,7 @@ def _join(parts: list[dict[str, Tensor]], dim: int) -> dict[str, Tensor]:
 def backward(
     form: Form, needed: tuple[str, ...], outputs: dict[str, Tensor], grads: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Gradients of the needed slots, from forward's outputs (those of `saved` among them) and the gradients of some of them."""
+    """Gradients of the needed slots, from forward's outputs (`saved` among them) and the gradients of some."""
     tensors = form.tensors()
     totals = {name: torch.zeros_like(tensors[name], dtype=form.dtype) for name in needed}
     names = tuple(name for name in DIFFERENTIABLE if name in grads)
