@@ -152,7 +152,7 @@ def _compiled_flex() -> Callable[..., Tensor]:
 
 def x_transformers(case: Case) -> Attention:
     _installed("x_transformers", "x-transformers")
-    from x_transformers.attend import Attend
+    from x_transformers.attend import Attend  # pyright: ignore[reportMissingImports]  # a peer, installed for benchmarks only
 
     attend = Attend(flash=True, causal=case.kind == "causal")
     return lambda q, k, v: attend(q, k, v)[0]
