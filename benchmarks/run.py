@@ -34,6 +34,8 @@ from report import Row
 import regard
 from regard import doctor
 
+CALLS = 50  # tiny ones, between two looks at the clock
+
 
 def machine() -> dict[str, str]:
     facts, engine = doctor.machine(), doctor.engine()
@@ -141,31 +143,30 @@ class Bench:
             row.judge(f"< {limit:g} MiB", row.extra_mib < limit)
         return row
 
-    def overhead(self, case: Case, limit: float) -> Iterator[Row]:
-        inputs = case.inputs()
-        jobs = {}
+    def overhead(self, case: Case, backward: bool, limit: float | None) -> Iterator[Row]:
+        inputs, jobs = case.inputs(), {}
         for who in ("regard", "SDPA"):
-            attention, _ = contest.enter(who, case)
-
-            def many(attention=attention) -> None:
-                with torch.set_grad_enabled(case.train):
-                    for _ in range(50):
-                        attention(*inputs)
-
-            jobs[who] = many
+            attention, judged_by = contest.enter(who, case)
+            if not (error := contest.error(attention, judged_by, inputs)) <= contest.tolerance(judged_by):
+                self.wrong.append(f"{case.name}: {who} is wrong by {error:.1e}")
+                return
+            once = contest.runner(attention, case, inputs)
+            if case.train and not backward:
+                once = lambda attention=attention: attention(*inputs)  # noqa: E731
+            jobs[who] = lambda once=once: [once() for _ in range(CALLS)]
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # so small a problem is one thread's; waking another would be what is measured
         times = measure.interleave(jobs, self.seconds / 2, least=20)
         torch.set_num_threads(threads)
         for who, spent in times.items():
             row = self.row(case, who)
-            spread = Spread.of([t / 50 for t in spent])
+            spread = Spread.of([t / CALLS for t in spent])
             row.time(spread)
             row.note = f"{1e6 * spread.middle:.0f} us a call"
-            if who == "regard":
-                row.judge(f"<= {limit:g} us", 1e6 * spread.middle <= limit)
-            else:
+            if who != "regard":
                 row.ratios(Spread.of([a / b for a, b in zip(spent, times["regard"], strict=True)]))
+            elif limit is not None:
+                row.judge(f"<= {limit:g} us", 1e6 * spread.middle <= limit)
             yield row
 
     def bandwidth(self, rows: list[Row]) -> Iterator[Row]:
@@ -186,7 +187,7 @@ def steps(bench: Bench, full: bool, rows: list[Row]) -> list[tuple[str, Callable
         return f"{case.name}, {case.kind}, T = {case.T}, D = {case.D}"
 
     plan: list[tuple[str, Callable[[], Iterable[Row]]]] = []
-    plan += [(title(c), lambda c=c, n=n: bench.overhead(c, n)) for c, n in suite.OVERHEAD]
+    plan += [(title(c), lambda c=c, b=b, n=n: bench.overhead(c, b, n)) for c, b, n in suite.OVERHEAD]
     plan += [(title(e.case), lambda e=e: bench.compete(e)) for e in suite.entries(full)]
     plan += [(title(c), lambda c=c: [bench.telemetry(c)]) for c in suite.telemetry(full)]
     plan += [(title(c), lambda c=c, n=n: [bench.memory(c, n)]) for c, n in suite.MEMORY]

@@ -48,7 +48,8 @@ template <class R> void prepare_link(const Problem &p, BackRows<R> &r) {
       r.b[n][lane] = g * (R)LN2;
     }
     // x at or below this has no weight; a little less, for rounding: a pair is looked at more closely.
-    const R h = r.rest[n][lane], origin = p.centred ? 1 : 0, size = (peak < 0 ? -peak : peak) + (h < 0 ? -h : h) + origin;
+    const R h = r.rest[n][lane], origin = p.centred ? 1 : 0;
+    const R size = (peak < 0 ? -peak : peak) + (h < 0 ? -h : h) + origin;
     r.edge[n][lane] = peak - h - origin - 4 * EPS<R> * size;
     r.dot[i] = base;
     r.a[n][lane] = base + add;
@@ -90,8 +91,8 @@ const R *padded_rows(const R *from, int64_t stride, int64_t keys, int64_t D, R *
 
 // One block of keys for one block of rows.
 template <class R, class Link>
-void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t first, int64_t keys, const R *k, int64_t k_stride,
-               const R *v, int64_t v_stride, R *dk, R *dv, BackPanels<R> &s) {
+void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t first, int64_t keys, const R *k,
+               int64_t k_stride, const R *v, int64_t v_stride, R *dk, R *dv, BackPanels<R> &s) {
   constexpr int NV = 3, N = Simd<R>::N, L = N * NV;
   using V = Vec<R>;
   using I = typename Simd<R>::I;
@@ -103,18 +104,22 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
   const R *prior = terms.prior ? s.gate : nullptr;
   scores<R, NV, false>(r.qt, k, k_stride, p.D, keys, s.x);
   if (gate == PARTLY || !terms.folded)
-    dress(p, terms, rows, keys, s.x, gate == PARTLY ? s.gate : nullptr, s.bias, (R *)nullptr, terms.capped ? s.slope : nullptr);
+    dress(p, terms, rows, keys, s.x, gate == PARTLY ? s.gate : nullptr, s.bias, (R *)nullptr,
+          terms.capped ? s.slope : nullptr);
   const int64_t Dp = padded<R>(p.D), Dvp = padded<R>(p.Dv);
 
   const bool sums = p.row_g || p.row_gp || p.row_gs || p.row_gd || p.row_ga || p.key_g || p.key_ds || p.dense_g ||
                     p.dense_ds || p.key_mass;
 
   int64_t pairs = keys * L;
-  if (Link::SPARSE) {
+  if (Link::PRICED) {
     pairs = 0;
     for (int64_t j = 0; j < keys; ++j) {
       Mask<R> some[NV], any_lane = {};
-      for (int n = 0; n < NV; ++n) any_lane |= some[n] = load(s.x + j * L + n * N) > r.edge[n];
+      for (int n = 0; n < NV; ++n) {
+        const V x = load(s.x + j * L + n * N);
+        any_lane |= some[n] = ~(x <= r.edge[n]) & (x != -INF<R>);  // NaN, too
+      }
       s.bits[j] = 0;
       if (!any(any_lane)) continue;
       for (int n = 0; n < NV; ++n) s.bits[j] |= (uint64_t)lanes_of(some[n]) << (n * N);
@@ -128,13 +133,18 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
   };
   // How dL/dalpha answers to p (u - b): beta^2 (1 - 1/y - log y).
   const auto by_alpha = [&](V d, int n) {
-    const V safe = d > (R)1e-30 - Link::ORIGIN ? d : all((R)1 - Link::ORIGIN), beta = link.beta(n);
-    return beta * beta * (Link::ORIGIN ? safe / (safe + (R)1) - vlog1p(safe) : (R)1 - (R)1 / safe - vlog(safe));
+    if constexpr (Link::PRICED) {
+      const V safe = d > (R)1e-30 - Link::ORIGIN ? d : all((R)1 - Link::ORIGIN), beta = link.beta(n);
+      return beta * beta * (Link::ORIGIN ? safe / (safe + (R)1) - vlog1p(safe) : (R)1 - (R)1 / safe - vlog(safe));
+    } else {
+      return V{};
+    }
   };
 
-  if (Link::SPARSE && (double)pairs <= SPARSE_PAIRS * keys * L) {
+  if (Link::PRICED && (double)pairs <= SPARSE_PAIRS * keys * L) {
     int64_t kp, vp;
-    const R *kr = padded_rows(k, k_stride, keys, p.D, s.k_padded, kp), *vr = padded_rows(v, v_stride, keys, p.Dv, s.v_padded, vp);
+    const R *kr = padded_rows(k, k_stride, keys, p.D, s.k_padded, kp);
+    const R *vr = padded_rows(v, v_stride, keys, p.Dv, s.v_padded, vp);
     for (int64_t j = 0; j < keys; ++j) {
       if (!s.bits[j]) continue;
       V ps[NV], ws[NV], alphas[NV];
@@ -221,7 +231,8 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
         if (p.key_ds) ((R *)p.key_ds)[key_at] += key_ds;
         if (p.key_mass) ((R *)p.key_mass)[key_at] += key_mass;
       }
-      store(s.x + at, weight), store(s.u + at, terms.capped && gate == PARTLY ? (w == 0 ? V{} : g * load(s.slope + at)) : terms.capped ? g * load(s.slope + at) : g);
+      store(s.x + at, weight);
+      store(s.u + at, terms.capped ? (w == 0 ? V{} : g * load(s.slope + at)) : g);
     }
   }
   if (p.dv && p.grad_out) scatter<R, L>(p.dropout_key ? s.kept : s.x, r.d_out, Dvp, keys, dv);

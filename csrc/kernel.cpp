@@ -184,6 +184,6 @@ double fma_rate(int64_t threads, double seconds) {
 #define TEXT(x) TEXT_(x)
 namespace regard {
 extern const Engine ENGINE;
-const Engine ENGINE = {TEXT(ENGINE),     Simd<float>::N * 3, fma_rate,        forward_scratch, forward,
-                       backward_scratch, backward,           reading_scratch, reading};
+const Engine ENGINE = {TEXT(ENGINE),     fma_rate, forward_scratch, forward,
+                       backward_scratch, backward, reading_scratch, reading};
 }  // namespace regard

@@ -1,7 +1,7 @@
 // Regularisers other than KL, each by its link: p = pi g(t), w = pi g'(t), t = (s - lambda)/tau.
 //
-// Tsallis: g(t) = y^beta with y = (alpha - 1) t where positive, beta = 1/(alpha - 1), and g'(t) = y^(beta - 1). The kernels
-// work in x = (alpha - 1) s/tau, measured from the row's anchor, and with the row's headroom h: y = x + h + ORIGIN.
+// Tsallis: g(t) = y^beta with y = (alpha - 1) t where positive, beta = 1/(alpha - 1), and g'(t) = y^(beta - 1). The
+// kernels work in x = (alpha - 1) s/tau, measured from the row's anchor, and with the row's headroom h: y = x + h + ORIGIN.
 // ORIGIN is 1 near alpha = 1, where y is all but 1 and what counts is its distance from 1.
 // Fermi-Dirac: g is the sigmoid; x = log2(e) s/tau, and x + h is t in base 2.
 #pragma once
@@ -55,18 +55,20 @@ template <class V> INLINE V power(V t) {
   return vexp2((V)(-vmax(V{} - (decltype(t[0] + 0))most, -t)));
 }
 
-// Each link: `at` gives p and w (without the prior) at x + h; `rise` Newton's step in h that brings taken = r * mass to
-// the mass, times slope/mass, in the power of the mass in which the equation is straight (theory: the norm form).
+// Each link: `at` gives p and w (without the prior) at x + h. Those whose price is to be found (PRICED) have also `rise`,
+// Newton's step in h that brings taken = r * mass to the mass, times slope/mass, in the power of the mass in which the
+// equation is straight (theory: the norm form); `headroom`, the h at which one key takes the mass; and beta. CONVEX: a step
+// from above stays above.
 template <class R> struct Sparsemax {  // alpha = 2
   using V = Vec<R>;
-  static constexpr bool SPARSE = true, CONVEX = true;
+  static constexpr bool PRICED = true, CONVEX = true;
   static constexpr R ORIGIN = 0;
   template <int NV> Sparsemax(const Rows<R, NV> &) {}
-  INLINE void at(int, V d, V &p, V &w) const { p = vmax(V{}, d), w = d > 0 ? all((R)1) : V{}; }
+  INLINE void at(int, V d, V &p, V &w) const { p = vmax(V{}, d), w = d > 0 ? all((R)1) : p; }  // p: 0 or NaN
   INLINE void times_prior(int n, V d, V log_prior, V &p, V &w) const {
     const V prior = power(log_prior);
     at(n, d, p, w);
-    p *= prior, w = d > 0 ? w * prior : V{};
+    p *= prior, w = d <= 0 ? V{} : w * prior;
   }
   INLINE V rise(int, V r) const { return (R)1 - r; }
   INLINE V headroom(int, V mass) const { return mass; }  // y where p = mass
@@ -75,14 +77,14 @@ template <class R> struct Sparsemax {  // alpha = 2
 
 template <class R> struct Entmax {  // alpha = 1.5
   using V = Vec<R>;
-  static constexpr bool SPARSE = true, CONVEX = true;
+  static constexpr bool PRICED = true, CONVEX = true;
   static constexpr R ORIGIN = 0;
   template <int NV> Entmax(const Rows<R, NV> &) {}
   INLINE void at(int, V d, V &p, V &w) const { w = vmax(V{}, d), p = w * w; }
   INLINE void times_prior(int n, V d, V log_prior, V &p, V &w) const {
     const V prior = power(log_prior);
     at(n, d, p, w);
-    p = w > 0 ? p * prior : V{}, w = w > 0 ? w * prior : V{};
+    p = w == 0 ? V{} : p * prior, w = w == 0 ? V{} : w * prior;
   }
   INLINE V rise(int, V r) const {
     const V f = vsqrt(r);
@@ -95,7 +97,7 @@ template <class R> struct Entmax {  // alpha = 1.5
 // Any alpha; its value may differ from row to row.
 template <class R, int FROM> struct Power {
   using V = Vec<R>;
-  static constexpr bool SPARSE = true, CONVEX = false;
+  static constexpr bool PRICED = true, CONVEX = false;
   static constexpr R ORIGIN = FROM;
   V beta_[3], inverse[3];
   template <int NV> Power(const Rows<R, NV> &rows) {
@@ -108,7 +110,8 @@ template <class R, int FROM> struct Power {
     return (R)LOG2E * (ORIGIN ? vlog1p(in ? d : V{}) : vlog(in ? d : all((R)1)));
   }
   INLINE void at(int n, V d, V &p, V &w) const { times_prior(n, d, V{}, p, w); }
-  INLINE void times_prior(int n, V d, V log_prior, V &p, V &w) const {  // in one exponential each: y^beta may be anything
+  // In one exponential each: y^beta may be anything.
+  INLINE void times_prior(int n, V d, V log_prior, V &p, V &w) const {
     const Mask<R> in = inside(d) & (log_prior > -INF<R>);
     const V log_y = log2_y(d, in), log_p = beta_[n] * log_y + log_prior;
     const V out = d != d ? d : V{};
@@ -128,20 +131,17 @@ template <class R, int FROM> struct Power {
   INLINE V beta(int n) const { return beta_[n]; }
 };
 
-template <class R> struct Sigmoid {
+template <class R> struct Sigmoid {  // with a free marginal only
   using V = Vec<R>;
-  static constexpr bool SPARSE = false, CONVEX = false;
+  static constexpr bool PRICED = false;
   static constexpr R ORIGIN = 0;
   template <int NV> Sigmoid(const Rows<R, NV> &) {}
   INLINE void at(int n, V t, V &p, V &w) const { times_prior(n, t, V{}, p, w); }
   INLINE void times_prior(int, V t, V log_prior, V &p, V &w) const {
     const V below = -vmax(V{}, -t), e = vexp2(below - vmax(V{}, t)), q = (R)1 / ((R)1 + e);  // e = 2^-|t|
-    p = t == -INF<R> ? V{} : power(below + log_prior) * q;
+    p = t == -INF<R> ? V{} : t != t ? t : power(below + log_prior) * q;
     w = p * (t > 0 ? e * q : q);
   }
-  INLINE V rise(int, V r) const { return r; }
-  INLINE V headroom(int, V mass) const { return mass; }
-  INLINE V beta(int) const { return all((R)1); }
 };
 
 // f(link type's tag) with the link that the call's alpha asks for.

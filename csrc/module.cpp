@@ -113,7 +113,6 @@ NB_MODULE(_native, m) {
       if (name == e->name) return void(engine = e);
     throw std::invalid_argument("this machine has no " + name);
   });
-  m.def("lanes", [] { return engine->lanes; });
   m.def("forward_scratch", [](nb::bytes record) { return engine->forward_scratch(read(record)); });
   m.def("backward_scratch", [](nb::bytes record) { return engine->backward_scratch(read(record)); });
   m.def("reading_scratch", [](nb::bytes record) { return engine->reading_scratch(read(record)); });

@@ -5,9 +5,10 @@
 //     h <- Newton's method on what the keys take at headroom h, all rows at once
 //     p <- weights, with all statistics, and w, the weights of the gradient's centre
 //     O <- P^T V
-// Where few keys have weight, each row has a list of its own instead. The price only rises as keys are added: solved for the
-// first keys it is a bound, and later keys below it are left out as they come; the bound is raised whenever their number
-// has doubled. Lists are lanes of a shorter panel, so that the same code serves both. Each block of rows chooses by itself.
+// Where few keys have weight, each row has a list of its own instead. The price only rises as keys are added: solved for
+// the first keys it is a bound, and later keys below it are left out as they come; the bound is raised whenever their
+// number has doubled. Lists are lanes of a shorter panel, so that the same code serves both. Each block of rows chooses by
+// itself.
 // Free marginals know their price: there the panel is one block of keys, and there is no search.
 #pragma once
 #include "forward.h"
@@ -22,10 +23,10 @@ constexpr int64_t PANEL_KEYS = 96;        // keys per block
 constexpr int64_t SAMPLE = 16;            // one key in so many makes a first guess of the price
 constexpr int64_t STAGE = 2 * PANEL_KEYS;  // keys after which the price is solved for the first time
 
-struct Reading {  // what a call wants besides output and price
+struct Asked {  // what a call wants besides output and price
   bool entropy, moments, energy, collision, top, support, admissible, first, spread, drop, prior_mass, log_prior, soft;
   bool tilt, tilt_log;
-  Reading(const Problem &p, const Terms &terms) {
+  Asked(const Problem &p, const Terms &terms) {
     const bool fermi = p.family == regard::FERMI_DIRAC;
     tilt = p.tilt, tilt_log = p.tilt_log;
     entropy = p.entropy || p.kl || tilt_log, moments = p.score_variance || p.cost, energy = p.free_energy && !fermi;
@@ -42,7 +43,8 @@ template <class R, int NV> struct Ledger {
   V anchor[NV], alone[NV];      // x of the key that would pay most alone, and what it would pay
   V best[NV];                   // a price that the row's is not below, as an x
   V top[NV], h[NV];             // the largest x; the headroom: price = anchor - h - ORIGIN
-  V low[NV], high[NV], width[NV], null_x[NV], level[NV];  // of the search: the bracket of h, and the null key from the anchor
+  V low[NV], high[NV], width[NV];  // of the search: the bracket of h
+  V null_x[NV], level[NV];         // the null key, from the anchor; the marginal's parameter
   Mask<R> done[NV];
   V mass[NV], slope[NV];        // sums of p and w
   V plog[NV], wlog[NV];         // of p log p and w log p
@@ -54,7 +56,7 @@ template <class R, int NV> struct Ledger {
 
 template <class R, int NV> struct Sheet {  // a thread's panels for one block of rows
   static constexpr int L = Simd<R>::N * NV;
-  R *x, *prior, *w, *bias, *spare, *gate, *k_spare, *v_spare, *qt, *ot, *tilt_t, *sums;
+  R *x, *prior, *w, *bias, *spare, *gate, *k_spare, *v_spare, *qt, *ot, *tilt_t;
   R *list, *list_prior;  // the rows' lists: x, log-prior and key of each candidate
   int32_t *index;
   int32_t length[L];
@@ -79,14 +81,14 @@ template <class R, int NV> struct PanelCut {
   int64_t list_rows() const { return span / 3 + 1; }
   int64_t segments() const { return span / PANEL_KEYS + 2; }
   int64_t thread_bytes(const Problem &p) const {
-    const int64_t prior = p.family != regard::KL ? span : 0;
-    const int64_t numbers = L * (span + prior + 4 * PANEL_KEYS + p.D + 2 * p.Dv) + PANEL_KEYS * (p.D + p.Dv) + 2 * padded_value(p);
+    const int64_t copies = Terms(p).prior ? 2 : 1;  // x, and the prior beside it
+    const int64_t numbers =
+        L * (copies * span + 4 * PANEL_KEYS + p.D + 2 * p.Dv) + PANEL_KEYS * (p.D + p.Dv);
     const int64_t lists = p.marginal == regard::FREE ? 0 : list_rows() * L;
-    return (numbers * (int64_t)sizeof(R) + lists * (int64_t)(sizeof(int32_t) + 3 * sizeof(R)) + span + (int64_t)sizeof(Sheet<R, NV>) +
+    return (numbers * (int64_t)sizeof(R) + lists * (int64_t)(sizeof(int32_t) + (copies + 1) * sizeof(R)) + span +
             segments() * (int64_t)sizeof(typename Sheet<R, NV>::Segment) + (int64_t)sizeof(Rows<R, NV>) +
             (int64_t)sizeof(Ledger<R, NV>) + 64 * 20) / 64 * 64 + 64;
   }
-  static int64_t padded_value(const Problem &p) { return (p.Dv + 63) / 64 * 64; }
   int64_t bytes(const Problem &p) const { return p.threads * thread_bytes(p) + 128; }
 
   Sheet<R, NV> sheet(const Problem &p, const Terms &terms, Arena &arena) const {
@@ -99,10 +101,10 @@ template <class R, int NV> struct PanelCut {
     s.list_prior = lists && terms.prior ? arena.take<R>(list_rows() * L) : nullptr;
     s.index = lists ? arena.take<int32_t>(list_rows() * L) : nullptr;
     s.room = lists ? list_rows() : 0;
-    s.bias = arena.take<R>(PANEL_KEYS * L), s.spare = arena.take<R>(PANEL_KEYS * L), s.gate = arena.take<R>(PANEL_KEYS * L);
+    R **panels[] = {&s.bias, &s.spare, &s.gate};
+    for (R **panel : panels) *panel = arena.take<R>(PANEL_KEYS * L);
     s.k_spare = arena.take<R>(PANEL_KEYS * p.D), s.v_spare = arena.take<R>(PANEL_KEYS * p.Dv);
     s.qt = arena.take<R>(L * p.D), s.ot = arena.take<R>(L * p.Dv), s.tilt_t = arena.take<R>(L * p.Dv);
-    s.sums = arena.take<R>(2 * padded_value(p));
     s.live = arena.take<uint8_t>(span);
     s.segments = arena.take<typename Sheet<R, NV>::Segment>(segments());
     return s;
@@ -112,8 +114,8 @@ template <class R, int NV> struct PanelCut {
 // What a row's keys take at headroom h, over every `stride`-th of the first `rows` of a panel (and as if the others were
 // like it): sums of p and w, and how many take something.
 template <class R, int NV, class Link, bool PRIOR>
-void take(const Link &link, int64_t rows, int64_t stride, const R *x, const R *prior, const Vec<R> *anchor, const Vec<R> *h, Vec<R> *taken,
-          Vec<R> *slope, Vec<R> *count) {
+void take(const Link &link, int64_t rows, int64_t stride, const R *x, const R *prior, const Vec<R> *anchor,
+          const Vec<R> *h, Vec<R> *taken, Vec<R> *slope, Vec<R> *count) {
   using V = Vec<R>;
   constexpr int N = Simd<R>::N, L = N * NV;
   V p_sum[NV] = {}, w_sum[NV] = {};
@@ -138,6 +140,28 @@ void take(const Link &link, int64_t rows, int64_t stride, const R *x, const R *p
   const R scale = rows ? (R)rows / (R)((rows + stride - 1) / stride) : 1;
   for (int n = 0; n < NV; ++n)
     taken[n] = scale * p_sum[n], slope[n] = scale * w_sum[n], count[n] = scale * __builtin_convertvector(some[n], V);
+}
+
+// What each of a block's keys would pay if it took the mass alone: the best of them is the row's anchor.
+template <class R, int NV, class Link>
+void bid(const Problem &p, const Link &link, int64_t keys, const R *x, const R *prior, Ledger<R, NV> &ledger) {
+  using V = Vec<R>;
+  constexpr int N = Simd<R>::N, L = N * NV;
+  const V mass = all((R)p.mass), log_mass = (R)LOG2E * vlog(mass);
+  for (int n = 0; n < NV; ++n) {
+    if (!prior) {  // the largest score pays most
+      ledger.anchor[n] = ledger.top[n];
+      ledger.best[n] = vmax(ledger.best[n], ledger.top[n] - link.headroom(n, mass) - Link::ORIGIN);
+      continue;
+    }
+    for (int64_t j = 0; j < keys; ++j) {
+      const V at = load(x + j * L + n * N), room = power((log_mass - load(prior + j * L + n * N)) / link.beta(n));
+      const V price = at == -INF<R> ? at : vmax(all(LOWEST<R>), at - room);
+      const Mask<R> better = price > ledger.alone[n];
+      ledger.alone[n] = better ? price : ledger.alone[n], ledger.anchor[n] = better ? at : ledger.anchor[n];
+      ledger.best[n] = vmax(ledger.best[n], price);
+    }
+  }
 }
 
 // Begin a search: no price below the best known.
@@ -219,7 +243,7 @@ bool step(const Problem &p, const Rows<R, NV> &rows, const Link &link, int64_t p
     width = bad & open ? width * (R)4 : width;
     next = ((shut & bad) | (ratio != ratio)) ? h : next;  // a relaxed row's mass may be too small for a ratio
     if (!convex && iteration >= 30 && iteration % 2) next = (open | last) ? next : middle;
-    // From above, a convex equation's steps stay above; of others the bracket alone is sure. A little less, for rounding.
+    // From above, a convex equation's steps stay above; of others the bracket alone is sure. A little less: rounding.
     const M sure = (ratio >= (R)1) & ~bad & (convex ? ~M{} : M{});
     const V anchor = ledger.anchor[n];
     const V bound = (sure ? next : high) + (R)16 * EPS<R> * (size + Link::ORIGIN + (anchor < 0 ? -anchor : anchor));
@@ -232,10 +256,10 @@ bool step(const Problem &p, const Rows<R, NV> &rows, const Link &link, int64_t p
   return settled;
 }
 
-// Add panel rows at ... at + keys - 1 (keys first ...) to the lists: the candidates whose x is not below the best price. False
-// if there is no room.
-template <class R, int NV, class Link>
-bool enlist(const Link &link, Sheet<R, NV> &s, const Ledger<R, NV> &ledger, int64_t first, int64_t at, int64_t keys) {
+// Add panel rows at ... at + keys - 1 (keys first ...) to the lists: the candidates whose x is not below the best price.
+// False if there is no room.
+template <class R, int NV>
+bool enlist(Sheet<R, NV> &s, const Ledger<R, NV> &ledger, int64_t first, int64_t at, int64_t keys) {
   using V = Vec<R>;
   constexpr int N = Simd<R>::N, L = N * NV;
   int32_t longest = 0;
@@ -279,9 +303,9 @@ template <class R, int NV> int64_t level_lists(Sheet<R, NV> &s) {
 
 // The headroom of each row, from panel or lists. Turns to lists when few weights are left. Returns whether it did.
 template <class R, int NV, class Link>
-bool search(const Problem &p, const Rows<R, NV> &rows, const Link &link, Sheet<R, NV> &s, Ledger<R, NV> &ledger, bool listed,
-            int iterations) {
-  const bool may_list = p.marginal != regard::RELAX && Link::SPARSE && s.rows >= STAGE;
+bool search(const Problem &p, const Rows<R, NV> &rows, const Link &link, Sheet<R, NV> &s, Ledger<R, NV> &ledger,
+            bool listed, int iterations) {
+  const bool may_list = p.marginal != regard::RELAX && s.rows >= STAGE;
   int64_t list_rows = listed ? level_lists(s) : 0;
   Census census;
   begin(p, rows, link, ledger);
@@ -296,11 +320,12 @@ bool search(const Problem &p, const Rows<R, NV> &rows, const Link &link, Sheet<R
   for (int iteration = 0; iteration < iterations; ++iteration) {
     const bool settled = step<R, NV, Link>(p, rows, link, listed ? list_rows : s.rows, 1, listed ? s.list : s.x,
                                            listed ? s.list_prior : s.prior, iteration, ledger, census);
-    if (!listed && may_list && census.above && census.total <= SPARSE_SHARE * s.rows * rows.n && 4 * census.longest <= s.rows) {
+    const bool few = census.total <= SPARSE_SHARE * s.rows * rows.n && 4 * census.longest <= s.rows;
+    if (!listed && may_list && census.above && few) {
       memset(s.length, 0, sizeof s.length);
       listed = true;
       for (int64_t g = 0; g < s.n_segments && listed; ++g)
-        listed = enlist<R, NV, Link>(link, s, ledger, s.segments[g].first, s.segments[g].at, s.segments[g].keys);
+        listed = enlist(s, ledger, s.segments[g].first, s.segments[g].at, s.segments[g].keys);
       list_rows = listed ? level_lists(s) : 0;
     }
     if (settled) break;
@@ -311,7 +336,7 @@ bool search(const Problem &p, const Rows<R, NV> &rows, const Link &link, Sheet<R
 // Final weights of `keys` panel rows, in place, with the statistics; w apart if the gradient's centre is wanted.
 // Row j is key first + j, or where `index` is given, in each lane its own.
 template <class R, int NV, class Link>
-void weigh_link(const Problem &p, const Reading &want, const Rows<R, NV> &rows, const Link &link, Ledger<R, NV> &ledger,
+void weigh_link(const Problem &p, const Asked &want, const Rows<R, NV> &rows, const Link &link, Ledger<R, NV> &ledger,
                 int64_t first, const int32_t *index, int64_t keys, R *x, const R *prior, R *w_panel) {
   using V = Vec<R>;
   constexpr int N = Simd<R>::N, L = N * NV;
@@ -319,49 +344,42 @@ void weigh_link(const Problem &p, const Reading &want, const Rows<R, NV> &rows, 
   for (int n = 0; n < NV; ++n) {
     const V h = ledger.h[n], anchor = ledger.anchor[n], reference = ledger.reference[n];
     V mass = {}, slope = {};
-    const bool logs = want.entropy;
-    if (!prior && !(want.moments || want.energy || want.soft || logs || want.log_prior)) {
+    const auto weigh_keys = [&](auto bare) __attribute__((always_inline)) {  // bare: nothing but the weights is wanted
+      constexpr bool BARE = decltype(bare)::value;
       for (int64_t j = 0; j < keys; ++j) {
-        R *at = x + j * L + n * N;
+        const int64_t at = j * L + n * N;
+        const V d = load(x + at) - anchor;
         V w, q;
-        link.at(n, load(at) - anchor + h, q, w);
+        if (!BARE && prior)
+          link.times_prior(n, d + h, load(prior + at), q, w);
+        else
+          link.at(n, d + h, q, w);
         mass += q, slope += w;
-        store(at, q);
-        if (w_panel) store(w_panel + j * L + n * N, w);
+        store(x + at, q);
+        if (w_panel) store(w_panel + at, w);
+        if (BARE) continue;
+        if (want.moments) {
+          const V away = q > 0 ? d - reference : V{};
+          ledger.y1[n] += q * away, ledger.y2[n] += q * away * away;
+        }
+        if (want.energy) ledger.energy[n] += q > 0 ? q * (d + h + Link::ORIGIN) : V{};
+        if (want.soft) {
+          const V t = d + h, e = vexp2(-vmax(t, -t)), soft = vmax(V{}, t) + (R)LOG2E * vlog1p(e);
+          ledger.soft[n] += t > -INF<R> ? (prior ? soft * power(load(prior + at)) : soft) : V{};
+        }
+        if (want.entropy) {
+          const V log_p = q > TINY<R> ? vlog(vmax(all(TINY<R>), q)) : V{};
+          ledger.plog[n] += q * log_p;
+          if (want.tilt_log) ledger.wlog[n] += w * log_p;
+        }
+        if (want.log_prior) ledger.log_prior[n] += q > 0 ? q * load(prior + at) : V{};
       }
-      ledger.mass[n] += mass, ledger.slope[n] += slope;
-    } else {
-    for (int64_t j = 0; j < keys; ++j) {
-      R *at = x + j * L + n * N;
-      const V d = load(at) - anchor;
-      V w, q;
-      if (prior)
-        link.times_prior(n, d + h, load(prior + j * L + n * N), q, w);
-      else
-        link.at(n, d + h, q, w);
-      mass += q, slope += w;
-      if (want.moments) {
-        const V away = q > 0 ? d - reference : V{};
-        ledger.y1[n] += q * away, ledger.y2[n] += q * away * away;
-      }
-      if (want.energy) ledger.energy[n] += q > 0 ? q * (d + h + Link::ORIGIN) : V{};
-      if (want.soft) {
-        const V t = d + h, over = vmax(V{}, t), e = vexp2(-vmax(t, -t));
-        const V soft = over + (R)LOG2E * vlog1p(e);
-        const V one = prior ? soft * power(load(prior + j * L + n * N)) : soft;
-        ledger.soft[n] += t > -INF<R> ? one : V{};
-      }
-      if (logs) {
-        const V log_p = q > TINY<R> ? vlog(vmax(all(TINY<R>), q)) : V{};
-        ledger.plog[n] += q * log_p;
-        if (want.tilt_log) ledger.wlog[n] += w * log_p;
-      }
-      if (want.log_prior) ledger.log_prior[n] += q > 0 ? q * load(prior + j * L + n * N) : V{};
-      store(at, q);
-      if (w_panel) store(w_panel + j * L + n * N, w);
-    }
+    };
+    if (prior || want.moments || want.energy || want.soft || want.entropy)
+      weigh_keys(Count<false>());
+    else
+      weigh_keys(Count<true>());
     ledger.mass[n] += mass, ledger.slope[n] += slope;
-    }
     if (want.collision)
       for (int64_t j = 0; j < keys; ++j) ledger.collision[n] += load(x + j * L + n * N) * load(x + j * L + n * N);
     if (want.top)
@@ -389,8 +407,8 @@ void weigh_link(const Problem &p, const Reading &want, const Rows<R, NV> &rows, 
   }
 }
 
-// to[d] = sum over a row's list of p v (and of w v): each value's row once for both. Values far ahead are called for: the list
-// knows which, the processor cannot.
+// to[d] = sum over a row's list of p v (and of w v): each value's row once for both. Values far ahead are called for: the
+// list knows which, the processor cannot.
 template <class R, bool TILT, int U>
 INLINE void sum_part(const R *p, const R *w, const int32_t *index, int64_t step, int64_t n, const R *v, int64_t stride,
                      int64_t ahead, R *to, R *tilt) {
@@ -417,8 +435,8 @@ INLINE void sum_part(const R *p, const R *w, const int32_t *index, int64_t step,
   }
 }
 template <class R, bool TILT>
-void sum_list(const R *p, const R *w, const int32_t *index, int64_t step, int64_t n, const R *v, int64_t stride, int64_t Dv,
-              R *to, R *tilt) {
+void sum_list(const R *p, const R *w, const int32_t *index, int64_t step, int64_t n, const R *v, int64_t stride,
+              int64_t Dv, R *to, R *tilt) {
   constexpr int N = Simd<R>::N, U = TILT ? 4 : 8;
   int64_t d = 0;
   for (; d + U * N <= Dv; d += U * N)
@@ -438,7 +456,7 @@ void sum_list(const R *p, const R *w, const int32_t *index, int64_t step, int64_
 
 // From sums to results, one row at a time: statistics.py's definitions.
 template <class R, int NV, class Link>
-void finish_link(const Problem &p, const Terms &terms, const Reading &want, const Rows<R, NV> &rows, const Link &link,
+void finish_link(const Problem &p, const Terms &terms, const Asked &want, const Rows<R, NV> &rows, const Link &link,
                  const Ledger<R, NV> &ledger, R *share, R *tilt_share) {
   constexpr int N = Simd<R>::N;
   using V = Vec<R>;
@@ -447,8 +465,10 @@ void finish_link(const Problem &p, const Terms &terms, const Reading &want, cons
     const int64_t at = rows.flat(p, i);
     const R tau = rows.temperature[i], level = rows.level[i], c = rows.c[n][lane], alpha = rows.power[i] + 1;
     const R anchor = ledger.anchor[n][lane], h = ledger.h[n][lane], mass = ledger.mass[n][lane];
-    const bool free = p.marginal == regard::FREE, sink = p.marginal == regard::SINK, relax = p.marginal == regard::RELAX;
-    const bool some = free || h > -INF<R> || h != h, keys = ledger.top[n][lane] > -INF<R> || ledger.top[n][lane] != ledger.top[n][lane];
+    const bool free = p.marginal == regard::FREE, sink = p.marginal == regard::SINK;
+    const bool relax = p.marginal == regard::RELAX;
+    const R top = ledger.top[n][lane];
+    const bool some = free || h > -INF<R> || h != h, keys = top > -INF<R> || top != top;
     R null = 0, null_w = 0, null_x = 0;
     if (sink) {
       V p0, w0;
@@ -460,7 +480,7 @@ void finish_link(const Problem &p, const Terms &terms, const Reading &want, cons
     // What rounding of the price left over is shared in proportion.
     const R all_mass = mass + null;
     R scale = (free || relax || !(all_mass > 0)) ? 1 : (R)p.mass / all_mass;
-    if (ledger.top[n][lane] != ledger.top[n][lane]) scale = ledger.top[n][lane];  // NaN in, NaN out
+    if (top != top) scale = top;  // NaN in, NaN out
     share[i] = scale;
     put(p.dual, at, dual);
     put(p.peak, at, some ? anchor : -INF<R>), put(p.rest, at, h);
@@ -479,7 +499,8 @@ void finish_link(const Problem &p, const Terms &terms, const Reading &want, cons
       put(p.entropy, at, entropy);
       if (want.tilt_log) {
         const R w_sum = ledger.slope[n][lane] + null_w;
-        put(p.tilt_log, at, (ledger.wlog[n][lane] + null_w * log_null + (entropy - log_total) * w_sum) * tilt_share[i]);
+        const R sum = ledger.wlog[n][lane] + null_w * log_null + (entropy - log_total) * w_sum;
+        put(p.tilt_log, at, sum * tilt_share[i]);
       }
       if (p.kl) {
         R prior_mass = ledger.admissible[n][lane], log_prior_mass = log_of(prior_mass);
@@ -511,7 +532,7 @@ void finish_link(const Problem &p, const Terms &terms, const Reading &want, cons
       }
       put(p.free_energy, at, value);
     }
-    put(p.max_scores, at, keys ? ledger.top[n][lane] / c : -INF<R>);
+    put(p.max_scores, at, keys ? top / c : -INF<R>);
     put(p.max_weight, at, scale * most((R)ledger.heaviest[n][lane], null));
     put(p.collision, at, scale * scale * (ledger.collision[n][lane] + null * null));
     put(p.support, at, p.family == regard::FERMI_DIRAC ? ledger.admissible[n][lane] : ledger.support[n][lane]);
@@ -522,10 +543,9 @@ void finish_link(const Problem &p, const Terms &terms, const Reading &want, cons
 
 // One block of rows, from queries to results.
 template <class R, int NV, class Link>
-void attend_link(const Problem &p, const Terms &terms, const Reading &want, const Rows<R, NV> &rows, Sheet<R, NV> &s,
+void attend_link(const Problem &p, const Terms &terms, const Asked &want, const Rows<R, NV> &rows, Sheet<R, NV> &s,
                  Ledger<R, NV> &ledger) {
   using V = Vec<R>;
-  using M = Mask<R>;
   constexpr int N = Simd<R>::N, L = N * NV;
   const Link link(rows);
   const bool free = p.marginal == regard::FREE;
@@ -539,10 +559,11 @@ void attend_link(const Problem &p, const Terms &terms, const Reading &want, cons
   }
   rows.transpose(p.query, p.D, s.qt, [&](int i) { return rows.factor(p, terms, i); });
   s.rows = s.n_segments = 0;
+  R *const w_panel = want.tilt ? s.w : nullptr;
   const auto ship = [&](const typename Sheet<R, NV>::Segment &segment) {  // weigh, and P^T V
     R *x = s.x + segment.at * L;
     const R *prior = s.prior ? s.prior + segment.at * L : nullptr;
-    weigh_link<R, NV, Link>(p, want, rows, link, ledger, segment.first, nullptr, segment.keys, x, prior, want.tilt ? s.w : nullptr);
+    weigh_link(p, want, rows, link, ledger, segment.first, nullptr, segment.keys, x, prior, w_panel);
     if (!p.out) return;
     int64_t stride;
     const R *v = as_rows(p.value, rows.b, rows.kv, segment.first, segment.keys, p.Dv, s.v_spare, stride);
@@ -551,7 +572,7 @@ void attend_link(const Problem &p, const Terms &terms, const Reading &want, cons
       if (want.tilt) gather<R, NV>(s.w + from * L, v + from * stride, stride, to - from, p.Dv, s.tilt_t);
     });
   };
-  bool listed = false, may_list = Link::SPARSE && p.marginal != regard::RELAX;
+  bool listed = false, may_list = p.marginal != regard::RELAX;
   int64_t next_stage = STAGE;
   for (int64_t first = rows.lo; first < rows.hi; first += PANEL_KEYS) {
     const int64_t keys = least(PANEL_KEYS, rows.hi - first);
@@ -570,23 +591,12 @@ void attend_link(const Problem &p, const Terms &terms, const Reading &want, cons
       for (int n = 0; n < NV; ++n)
         for (int64_t j = 0; j < keys; ++j) ledger.top[n] = vmax(ledger.top[n], load(x + j * L + n * N));
     }
+    if constexpr (Link::PRICED)
+      if (!free) bid(p, link, keys, x, s.prior ? gate : nullptr, ledger);
     for (int n = 0; n < NV; ++n) {
-      if (!s.prior && !free) {
-        ledger.anchor[n] = ledger.top[n];
-        ledger.best[n] = vmax(ledger.best[n], ledger.top[n] - link.headroom(n, all((R)p.mass)) - Link::ORIGIN);
-      }
-      if (s.prior && !free) {  // the key that would pay most: not the one of the largest score
-        for (int64_t j = 0; j < keys; ++j) {
-          const V at = load(x + j * L + n * N), log_prior = load(gate + j * L + n * N);
-          const V room = power(((R)LOG2E * vlog(all((R)p.mass)) - log_prior) / link.beta(n));
-          const V price = at == -INF<R> ? at : vmax(all(LOWEST<R>), at - room);
-          const M better = price > ledger.alone[n];
-          ledger.alone[n] = better ? price : ledger.alone[n], ledger.anchor[n] = better ? at : ledger.anchor[n];
-          ledger.best[n] = vmax(ledger.best[n], price);
-        }
-      }
       if (want.admissible)
-        for (int64_t j = 0; j < keys; ++j) ledger.admissible[n] -= __builtin_convertvector(load(x + j * L + n * N) > -INF<R>, V);
+        for (int64_t j = 0; j < keys; ++j)
+          ledger.admissible[n] -= __builtin_convertvector(load(x + j * L + n * N) > -INF<R>, V);
       if (want.prior_mass) {
         V top = ledger.prior_top[n];
         for (int64_t j = 0; j < keys; ++j) top = vmax(top, load(gate + j * L + n * N));
@@ -604,26 +614,27 @@ void attend_link(const Problem &p, const Terms &terms, const Reading &want, cons
           ledger.y1[n] += shift * ledger.mass[n], ledger.reference[n] = to;
         }
       ship(segment);
-    } else {
+    } else if constexpr (Link::PRICED) {
       s.segments[s.n_segments++] = segment;
       s.rows += keys;
       if (!may_list) continue;
-      if (listed) may_list = listed = enlist<R, NV, Link>(link, s, ledger, first, segment.at, keys);
+      if (listed) may_list = listed = enlist(s, ledger, first, segment.at, keys);
       if (s.rows >= next_stage) {
         const int64_t all_rows = rows.hi - rows.lo;
         const int iterations = next_stage == STAGE ? 6 : 3;
         next_stage = 2 * s.rows;
-        if ((listed ? 2 : 4) * s.rows < all_rows) listed = search<R, NV, Link>(p, rows, link, s, ledger, listed, iterations);
+        if ((listed ? 2 : 4) * s.rows < all_rows) listed = search(p, rows, link, s, ledger, listed, iterations);
       }
     }
   }
-  if (!free) {
-    listed = search<R, NV, Link>(p, rows, link, s, ledger, listed, 100);
-    if (listed)
-      weigh_link<R, NV, Link>(p, want, rows, link, ledger, 0, s.index, level_lists(s), s.list, s.list_prior, want.tilt ? s.w : nullptr);
-    else
-      for (int64_t g = 0; g < s.n_segments; ++g) ship(s.segments[g]);
-  }
+  if constexpr (Link::PRICED)
+    if (!free) {
+      listed = search(p, rows, link, s, ledger, listed, 100);
+      if (listed)
+        weigh_link(p, want, rows, link, ledger, 0, s.index, level_lists(s), s.list, s.list_prior, w_panel);
+      else
+        for (int64_t g = 0; g < s.n_segments; ++g) ship(s.segments[g]);
+    }
   R share[L], tilt_share[L];
   finish_link<R, NV, Link>(p, terms, want, rows, link, ledger, share, tilt_share);
   if (!p.out) return;
@@ -641,21 +652,20 @@ void attend_link(const Problem &p, const Terms &terms, const Reading &want, cons
   for (int i = 0; i < rows.n; ++i) {
     const R *weights = s.list + i, *slopes = s.w + i;
     const int32_t *index = s.index + i;
-    if (as_is && want.tilt)
-      sum_list<R, true>(weights, slopes, index, L, s.length[i], (const R *)value.data + base, value.s2, p.Dv, out[i], tilt[i]);
-    else if (as_is)
-      sum_list<R, false>(weights, slopes, index, L, s.length[i], (const R *)value.data + base, value.s2, p.Dv, out[i], nullptr);
-    else {
-      R *a = s.sums, *b = s.sums + PanelCut<R, NV>::padded_value(p);
-      memset(a, 0, p.Dv * sizeof(R)), memset(b, 0, p.Dv * sizeof(R));
+    const R *v = (const R *)value.data + base;
+    if (as_is && want.tilt) {
+      sum_list<R, true>(weights, slopes, index, L, s.length[i], v, value.s2, p.Dv, out[i], tilt[i]);
+    } else if (as_is) {
+      sum_list<R, false>(weights, slopes, index, L, s.length[i], v, value.s2, p.Dv, out[i], nullptr);
+    } else {
+      memset(out[i], 0, p.Dv * sizeof(R));
+      if (want.tilt) memset(tilt[i], 0, p.Dv * sizeof(R));
       for (int64_t k = 0; k < s.length[i]; ++k) {
         copy<R>(value.data, value.type, base + index[k * L] * value.s2, value.s3, p.Dv, s.v_spare, 1, (R)1);
-        for (int64_t d = 0; d < p.Dv; ++d) a[d] += weights[k * L] * s.v_spare[d];
+        for (int64_t d = 0; d < p.Dv; ++d) out[i][d] += weights[k * L] * s.v_spare[d];
         if (want.tilt)
-          for (int64_t d = 0; d < p.Dv; ++d) b[d] += slopes[k * L] * s.v_spare[d];
+          for (int64_t d = 0; d < p.Dv; ++d) tilt[i][d] += slopes[k * L] * s.v_spare[d];
       }
-      memcpy(out[i], a, p.Dv * sizeof(R));
-      if (want.tilt) memcpy(tilt[i], b, p.Dv * sizeof(R));
     }
     for (int64_t d = 0; d < p.Dv; ++d) out[i][d] *= share[i];
     if (want.tilt)
@@ -665,7 +675,7 @@ void attend_link(const Problem &p, const Terms &terms, const Reading &want, cons
 
 template <class R, int NV> void forward_link(const Problem &p) {
   const Terms terms(p);
-  const Reading want(p, terms);
+  const Asked want(p, terms);
   const PanelCut<R, NV> cut(p);
   char *scratch = (char *)((p.scratch + 63) / 64 * 64);
   parallel(p.threads, cut.cut.units * cut.blocks, [&](int64_t job, int64_t thread) {

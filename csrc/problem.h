@@ -73,7 +73,6 @@ struct Watch {
 // One engine per instruction set: the same source, compiled more than once.
 struct Engine {
   const char *name;
-  int lanes;
   double (*fma_rate)(int64_t threads, double seconds);  // multiply-adds, counted as two operations, per second
   int64_t (*forward_scratch)(const Problem &);
   bool (*forward)(const Problem &, Watch);  // false: stopped

@@ -1,13 +1,60 @@
-"""REGARD_ENGINE=path tests another build of the native engine than the one installed (`make sanitize` does)."""
+"""REGARD_ENGINE=path tests another build of the native engine than the one installed (`make sanitize` does).
+
+Tests of the engine's memory ask for the fixtures `isa` and `poison`.
+"""
 
 import importlib.util
+import math
 import os
 import sys
 
-import torch  # noqa: F401  # first: its OpenMP runtime is the one that the engine finds
+import pytest
+import torch  # before the engine: its OpenMP runtime is the one that the engine finds
 
 if path := os.environ.get("REGARD_ENGINE"):
     spec = importlib.util.spec_from_file_location("regard._native", path)
     assert spec is not None and spec.loader is not None
     sys.modules["regard._native"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+
+try:
+    from regard import _native as engine  # type: ignore[attr-defined]
+
+    ISAS = engine.isas()
+except ImportError:
+    engine, ISAS = None, []
+
+
+@pytest.fixture(params=ISAS)
+def isa(request):
+    """The test on each instruction set of this machine; "each": it goes through them by itself."""
+    before = engine.isa()
+    if request.param != "each":
+        engine.use(request.param)
+    yield request.param
+    engine.use(before)
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Fresh memory holds NaN (integers: 255, whose bytes read as NaN)."""
+    plain = torch.empty
+
+    def empty(*args, **kwargs):
+        tensor = plain(*args, **kwargs)
+        return tensor.fill_(math.nan if tensor.is_floating_point() else 255) if not tensor.is_meta else tensor
+
+    monkeypatch.setattr(torch, "empty", empty)
+
+
+def with_threads(run):
+    """What `run` gives on one, two and three threads."""
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(run())
+        return results
+    finally:
+        torch.set_num_threads(before)

@@ -250,14 +250,16 @@ def error(found: Tensor, truth: Tensor, share: float = 1.0) -> float:
     return float(ordered[max(0, math.ceil(share * ordered.numel()) - 1)])
 
 
+def served(problem: Problem) -> bool:
+    choice = regard.select_backend(*(problem.leaves[n] for n in "qkv"), **problem.call(problem.leaves))
+    return "native" not in choice.reasons
+
+
 def check(seed: int) -> str | None:
     """None, or what is wrong. The tolerance is a multiple of what the definition loses in the same dtype."""
     problem = Problem(seed)
     try:
-        choice = regard.select_backend(
-            *(problem.leaves[n] for n in "qkv"), **problem.call(problem.leaves), backend="auto"
-        )
-        if "native" in choice.reasons:
+        if not served(problem):
             return None  # declined, with a reason
         found = problem.run("native", None)
         truth = problem.run("torch", torch.float64)

@@ -20,6 +20,8 @@ def test_problems_are_served_and_vary():
     assert {p.marginal for p in problems} == {"rows", "mass", "sink", "relax", "free"}
     assert {name for p in problems for name in p.priors} == set(fuzz.PRIORS)
     assert min(p.Tk for p in problems) == 0
+    served = [p for p in problems if fuzz.served(p)]
+    assert len(served) == len(problems)
 
 
 def test_one_wrong_element_is_noticed(monkeypatch):

@@ -15,34 +15,15 @@ import pytest
 import torch
 
 import regard
+from conftest import with_threads
 from regard import ALiBi, AuxRequest, Bias, Causal, Documents, FermiDirac, Free, Rows, Transport, Tsallis, Window
 from regard.backends import native
 
 engine = pytest.importorskip("regard._native", reason="the native engine was not built")
+pytestmark = pytest.mark.usefixtures("isa", "poison")
 
 NAMES = tuple(name for name in AuxRequest.__dataclass_fields__)
 FACTOR, FLOOR = 4.0, 4e-6
-
-
-@pytest.fixture(autouse=True, params=engine.isas())
-def isa(request):
-    before = engine.isa()
-    if request.param != "each":  # else the test goes through them, beside one run of the definition
-        engine.use(request.param)
-    yield request.param
-    engine.use(before)
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """Fresh memory holds NaN (bytes: 0xff, which reads as NaN too)."""
-    plain = torch.empty
-
-    def empty(*args, **kwargs):
-        tensor = plain(*args, **kwargs)
-        return tensor.fill_(math.nan if tensor.is_floating_point() else 255) if not tensor.is_meta else tensor
-
-    monkeypatch.setattr(torch, "empty", empty)
 
 
 def error(found, truth):
@@ -315,17 +296,10 @@ def test_threads_do_not_change_a_bit(name, shape):
     )
     if H == 1 and name in ("padding", "biases", "mask"):
         case = Case(qkv(9, **shape) | tensors, call)
-    before = torch.get_num_threads()
-    try:
-        results = []
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append(case.run("native"))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
+    one, *others = with_threads(lambda: case.run("native"))
+    for other in others:
         for n, value in other.items():
-            assert torch.equal(value, results[0][n]), n
+            assert torch.equal(value, one[n]), n
 
 
 # --- Tsallis and Fermi-Dirac: a price to be found ---------------------------------------------------------------------
@@ -517,17 +491,10 @@ def test_links_threads_do_not_change_a_bit(link, shape):
     for name in ("sink", "biases") if shape["Tq"] == 150 else ("causal",):
         tensors, call = PROBLEMS[name](4, shape["Tq"], shape["Tk"])
         case = Linked(link, spread(9, 3.0, **shape) | tensors, call)
-        before = torch.get_num_threads()
-        try:
-            results = []
-            for threads in (1, 2, 3):
-                torch.set_num_threads(threads)
-                results.append(case.run("native"))
-        finally:
-            torch.set_num_threads(before)
-        for other in results[1:]:
+        one, *others = with_threads(lambda case=case: case.run("native"))
+        for other in others:
             for n, value in other.items():
-                assert torch.equal(value, results[0][n]), n
+                assert torch.equal(value, one[n]), n
 
 
 @pytest.mark.parametrize("T", [130, 1000])
@@ -568,6 +535,18 @@ def test_links_nan_stays_in_its_row(link, T):
         spoilt = tensors | {"k": tensors["k"].clone()}
         spoilt["k"][0, 0, key, 2] = math.nan
         assert Linked(link, spoilt, dict).run("native", gradients=False)["out"].isnan().all(), key
+
+
+@pytest.mark.parametrize("T", [60, 1000])
+@pytest.mark.parametrize("link", LINKS)
+def test_links_nan_is_not_lost_in_a_gradient(link, T):
+    tensors = spread(11, 3.0, B=1, H=1, Hkv=1, Tq=30, Tk=T)
+    tensors["q"][0, 0, 7, 2] = math.nan
+    unread = torch.arange(T) >= T - 5
+    found = Linked(link, tensors, lambda: {"attn_mask": ~unread}).run("native")
+    assert found["grad q"][0, 0, 7].isnan().all() and found["grad q"][0, 0, 8].isfinite().all()
+    for name in ("grad k", "grad v"):
+        assert found[name][0, 0, ~unread].isnan().any(-1).all()
 
 
 @each_isa
@@ -668,11 +647,18 @@ def test_a_named_isa_is_used(isa):
     assert found.stdout.strip() == isa
 
 
-def test_reasons():
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (Transport(temperature=0.0), "temperature 0"),
+        (Transport(FermiDirac(), marginal=Rows(mass=2.0)), "free marginal only"),
+        (Transport(prior=math.prod((Bias(torch.zeros(1)) for _ in range(4)), start=Bias(torch.zeros(1)))), "at most 4"),
+    ],
+)
+def test_reasons(problem, reason):
     q, k, v = qkv(12).values()
-    for problem in (Transport(temperature=0.0),):
-        with pytest.raises(NotImplementedError, match="native"):
-            regard.attention(q, k, v, enable_gqa=True, problem=problem, backend="native")
+    with pytest.raises(NotImplementedError, match=f"native.*{reason}"):
+        regard.attention(q, k, v, enable_gqa=True, problem=problem, backend="native")
 
 
 def test_the_checker_sees_one_wrong_element(monkeypatch):

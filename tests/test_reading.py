@@ -13,33 +13,15 @@ import pytest
 import torch
 
 import regard
+from conftest import with_threads
 from regard import ALiBi, Bias, Causal, Documents, FermiDirac, Free, Rows, Transport, Tsallis, Window
 from regard.backends import native
 
-engine = pytest.importorskip("regard._native", reason="the native engine was not built")
+pytest.importorskip("regard._native", reason="the native engine was not built")
+pytestmark = pytest.mark.usefixtures("isa", "poison")
 
 FACTOR, FLOOR = 4.0, 4e-6
 END = "bottom_right"
-
-
-@pytest.fixture(autouse=True, params=engine.isas())
-def isa(request):
-    before = engine.isa()
-    engine.use(request.param)
-    yield request.param
-    engine.use(before)
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """Fresh memory holds NaN (integers: 255)."""
-    plain = torch.empty
-
-    def empty(*args, **kwargs):
-        tensor = plain(*args, **kwargs)
-        return tensor.fill_(math.nan if tensor.is_floating_point() else 255)
-
-    monkeypatch.setattr(torch, "empty", empty)
 
 
 def normal(seed, *shape):
@@ -261,24 +243,15 @@ def test_long_lists(order):
 @pytest.mark.parametrize("term", ["causal", "documents", "bias"])
 @pytest.mark.parametrize("regularizer", ["KL", "entmax 1.5", "alpha 1.1"])
 def test_threads_do_not_change_a_bit(regularizer, term, shape):
-    one = case(regularizer, term, **shape)
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            every = torch.arange(shape["Tk"])
-            results.append(
-                [
-                    *one.call(regard.topk, 20),
-                    *(one.call(regard.block_mass, block) for block in (5, 64)),
-                    one.call(regard.weights_at, every),
-                ]
-            )
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(map(torch.equal, other, results[0]))
+    read = case(regularizer, term, **shape)
+
+    def windows():
+        pooled = [read.call(regard.block_mass, block) for block in (5, 64)]
+        return [*read.call(regard.topk, 20), *pooled, read.call(regard.weights_at, torch.arange(shape["Tk"]))]
+
+    one, *others = with_threads(windows)
+    for other in others:
+        assert all(map(torch.equal, other, one))
 
 
 def test_traced_tensors_take_the_definition():

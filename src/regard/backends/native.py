@@ -256,7 +256,7 @@ def _empty(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
     results: dict[str, Tensor] = {}
     last = None
     for name, shape in output_shapes(form, names).items():
-        if last is not None and last.shape == shape:  # empty_like takes half the time of empty
+        if last is not None and last.shape == shape:  # empty_like has less to look at than empty
             last = torch.empty_like(last)
         else:
             last = torch.empty(shape, dtype=form.dtype)
@@ -281,7 +281,7 @@ def backward(
     B, H, Tq, Tk = form.shape
     if 0 in (B, H, Tq):
         return {slot: torch.zeros_like(tensors[slot]) for slot in needed}
-    if form.marginal == "free" and "lse" not in outputs and ("entropy" in grads or "lse" in grads):
+    if form.family == "kl" and form.marginal == "free" and "lse" not in outputs and {"entropy", "lse"} & set(grads):
         outputs = outputs | forward(form, ("lse",))
 
     kinds = {slot: _kind(form, slot, tensors[slot]) for slot in needed}
@@ -420,18 +420,19 @@ def _read(form: Form, result: Tensor, index: Tensor | None = None, **fields: int
 # --- gradients of single slots ----------------------------------------------------------------------------------------
 
 
+def _row(x: Any) -> Any:
+    """A row's parameter as the kernel's sums are: [B|1, H|1, Tq|1], or a number."""
+    return x.squeeze(-1) if isinstance(x, Tensor) else x
+
+
 def _slot_gradient(
     form: Form, slot: str, kind: str, found: dict[str, Tensor], outputs: dict[str, Tensor], grads: dict[str, Tensor]
 ) -> Tensor:
     """dL/dslot, broadcast: with G = tau dL/ds (of the null key too) everything follows by the chain rule."""
-
-    def row(x: Any) -> Any:
-        return x.squeeze(-1) if isinstance(x, Tensor) else x
-
     if form.family != "kl" and slot in ("slopes", "level", "temperature", "alpha"):
         return _link_gradient(form, slot, found, outputs, grads)
     if slot in ("slopes", "level", "temperature"):
-        tau, level, dual, dot = row(form.temperature), row(form.level), outputs["dual"], found["row_dot"]
+        tau, level, dual, dot = _row(form.temperature), _row(form.level), outputs["dual"], found["row_dot"]
         idle = dual == -torch.inf
         g_lse: Any = grads.get("lse", 0.0)
         expected: Any = g_lse  # sum of G, the null key's included, in exact arithmetic
@@ -466,7 +467,7 @@ def _slot_gradient(
         return torch.where(idle, 0.0, -by_tau / tau**2)[..., None]
     if kind in ("row_g", "row_gp"):
         total = found[kind]
-        return (total / row(form.temperature) if slot == "score_bias" else total)[..., None]
+        return (total / _row(form.temperature) if slot == "score_bias" else total)[..., None]
     if kind.startswith("key_"):
         return found[kind][:, :, None]
     return found[kind]
@@ -476,13 +477,9 @@ def _link_gradient(
     form: Form, slot: str, found: dict[str, Tensor], outputs: dict[str, Tensor], grads: dict[str, Tensor]
 ) -> Tensor:
     """dL/dslot of a row's parameter where the regulariser is not KL; the kernel's sums lack the null key's part."""
-
-    def row(x: Any) -> Any:
-        return x.squeeze(-1) if isinstance(x, Tensor) else x
-
     if slot == "slopes":
         return -found["row_gd"][..., None]
-    tau, level, alpha, dual = row(form.temperature), row(form.level), row(form.alpha), outputs["dual"]
+    tau, level, alpha, dual = _row(form.temperature), _row(form.level), _row(form.alpha), outputs["dual"]
     baseline, idle = found["row_dot"], dual == -torch.inf
     y: Any = 1.0
     p: Any = 0.0
