@@ -104,5 +104,101 @@ def _show(facts: dict[str, Any], console: Console) -> None:
         console.print(Text("All is well." if not facts["notes"] else "Nothing is broken.", style="green"))
 
 
+# --- regard lab -------------------------------------------------------------------------------------------------------
+
+lab = typer.Typer(help="What has been claimed about attention, checked by running it.", no_args_is_help=True)
+app.add_typer(lab, name="lab")
+
+_COLOURS = {"holds": "green", "holds with correction": "yellow", "fails": "red", "not testable": "dim"}
+
+
+@lab.command()
+def claims(
+    source: Annotated[str | None, typer.Option(help="Only this document: 000 to 004.")] = None,
+    verdict: Annotated[
+        str | None, typer.Option(help="Only this verdict: holds, 'holds with correction', fails or 'not testable'.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table for a machine.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print it as the page docs/claims.md.")] = False,
+) -> None:
+    """Judge every checkable sentence and printed number of the five documents regard grew out of.
+
+    A claim that fails is a result: the status is 0.
+    """
+    from .lab import claims as book
+
+    if as_json and markdown:
+        raise typer.BadParameter("expected one of --json and --markdown, got both")
+    for name, value, known in (("--source", source, book.DOCUMENTS), ("--verdict", verdict, book.VERDICTS)):
+        if value is not None and value not in known:
+            raise typer.BadParameter(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+    rows = book.table(source, verdict)
+    if as_json:
+        print(book.to_json(rows))
+    elif markdown:
+        print(book.to_markdown(rows), end="")
+    else:
+        _show_claims(rows, Console())
+
+
+def _show_claims(rows: list[Any], console: Console) -> None:
+    from .lab.claims import DOCUMENTS, summary
+
+    for source, title in DOCUMENTS.items():
+        mine = [row for row in rows if row.source == source]
+        if not mine:
+            continue
+        console.print(Text.assemble((f"{source}  ", "bold"), title))
+        table = Table(
+            box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0), leading=1, expand=True
+        )
+        table.add_column("claim", ratio=4)
+        table.add_column("computed", ratio=6)
+        table.add_column("verdict", width=10)
+        for row in mine:
+            claim = Text.assemble(row.claim, "\n", (row.section, "dim italic"))
+            table.add_row(claim, Text(row.computed), Text(row.verdict, style=_COLOURS[row.verdict]))
+        console.print(table)
+        console.print()
+    console.print(Text(summary(rows), style="bold"))
+
+
+@lab.command()
+def teasers(
+    number: Annotated[int | None, typer.Argument(help="Which one, 1 to 5; all if left out.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print them as the page docs/teasers.md.")] = False,
+) -> None:
+    """Run the five brain teasers: which constraint each drops, and what that does."""
+    from .lab.teasers import TEASERS, to_markdown
+
+    if number is not None and number not in TEASERS:
+        raise typer.BadParameter(f"number: expected 1 to {len(TEASERS)}, got {number}")
+    if markdown:
+        if number is not None:
+            raise typer.BadParameter("number: expected none with --markdown, which prints the whole page")
+        print(to_markdown(), end="")
+        return
+    console = Console()
+    for make in TEASERS.values() if number is None else [TEASERS[number]]:
+        teaser = make()
+        console.print(Text(f"{teaser.number}. {teaser.question}", style="bold"))
+        console.print(Text.assemble(("Dropped: ", "bold"), teaser.dropped))
+        for exhibit in teaser.exhibits:
+            console.print()
+            console.print(Text(f"{exhibit.title}:"))
+            table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
+            for name in exhibit.header:
+                table.add_column(name)
+            for row in exhibit.rows:
+                table.add_row(*map(Text, row))
+            console.print(table)
+        console.print()
+        for sentence in teaser.answer:
+            bullet = Table.grid(padding=(0, 1))
+            bullet.add_row("-", Text(sentence))
+            console.print(bullet)
+        console.print()
+
+
 if __name__ == "__main__":
     app()
