@@ -8,7 +8,7 @@ import torch
 import regard
 from cases import CASES, build, by_case
 from reference import truth
-from regard import KL, ALiBi, Bias, Causal, Documents, FermiDirac, Free, Rows, Transport, Tsallis
+from regard import KL, ALiBi, Bias, Causal, Documents, FDivergence, FermiDirac, Free, Rows, Transport, Tsallis
 
 WINDOW_ARGUMENTS = ("attn_mask", "is_causal", "scale", "enable_gqa", "problem", "softcap")
 
@@ -222,3 +222,12 @@ def test_blocks_cover_the_plan_once(monkeypatch):
     for other in results[1:]:
         for one, two in zip(results[0], other, strict=True):
             assert torch.allclose(one, two, atol=1e-12)
+
+
+def test_a_link_may_return_its_argument():
+    """f = x^2/2 without p >= 0: the plan is s/tau moved to the mass, negative weights and all."""
+    squared = FDivergence(lambda x: x * x / 2, lambda t: t, torch.ones_like)
+    scores = torch.tensor([3.0, -2.0, 1.0], dtype=torch.float64, requires_grad=True)
+    plan = regard.solve(scores, Transport(squared))
+    torch.testing.assert_close(plan.weights, scores - scores.mean() + 1 / 3)
+    assert torch.autograd.gradcheck(lambda s: regard.solve(s, Transport(squared)).weights, scores)

@@ -261,7 +261,8 @@ class _Linked(torch.autograd.Function):
 
     @staticmethod
     def forward(divergence: FDivergence, t: Tensor) -> Tensor:
-        return divergence.user_link(t)
+        linked = divergence.user_link(t)
+        return linked.clone() if linked is t else linked  # an input may not be an output as it is
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:

@@ -49,7 +49,7 @@ def by_relu(s: Tensor) -> Tensor:
 
 def without_sign() -> FDivergence:
     """L2, Σ p²/2, without p ≥ 0: the link is the identity, so p = (s − λ)/τ may be negative."""
-    return FDivergence(f=lambda x: x.square() / 2, link=lambda t: 1.0 * t, slope=torch.ones_like)
+    return FDivergence(f=lambda x: x.square() / 2, link=lambda t: t, slope=torch.ones_like)
 
 
 def _gap(scores: Tensor, weights: Tensor, problem: Transport) -> float:
