@@ -31,7 +31,16 @@ def check_values(name: str, value: Scalar, expected: str, valid: Callable[[Tenso
 def may_be_zero(temperature: Scalar) -> bool:
     if not isinstance(temperature, Tensor):
         return temperature == 0
-    return not concrete(temperature) or bool((temperature == 0).any())
+    if not torch.compiler.is_compiling():
+        while torch._C._functorch.is_gradtrackingtensor(temperature):  # grad and jvp hide no values, vmap does
+            temperature = torch._C._functorch.get_unwrapped(temperature)
+        if torch._C._functorch.is_functorch_wrapped_tensor(temperature) or type(temperature) not in _CONCRETE:
+            return True
+        return temperature.is_meta or bool((temperature == 0).any())
+    return True
+
+
+_CONCRETE = (Tensor, torch.nn.Parameter)
 
 
 def number(name: str, value: object, expected: str, valid: Callable[[float], bool]) -> float:

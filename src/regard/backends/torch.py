@@ -122,14 +122,27 @@ class Balance:
             slope = slope + self.temperature * target / self.level
         return taken, target, slope
 
+    def rates(self, mu: Tensor) -> tuple[Tensor, Tensor | None]:
+        """w/tau [B, H, Tq, Tk] and kappa/tau [B, H, Tq, 1] (None: infinite). A prior's common factor leaves them be."""
+        _, w = self.regularizer.weights_and_slopes(self.price(self.scores, mu), self.log_prior)
+        slack = None if self.form.marginal == "free" else torch.zeros_like(mu)
+        if self.form.marginal == "sink":
+            _, w0 = self.regularizer.weights_and_slopes(self.price(self.level - self.anchor, mu), self.null_log_prior)
+            slack = w0 / self.temperature
+        elif self.form.marginal == "relax":
+            slack = (self.dual(mu) / self.level).exp() / self.level
+        return self.masked(w, 0.0) / self.temperature, slack
+
     def prior(self) -> Tensor:
         prior = torch.ones_like(self.scores) if self.log_prior is None else self.log_prior.exp().expand_as(self.scores)
         return self.masked(prior, 0.0)
 
 
-def solve_rows(form: Form, scores: Tensor, mu: Tensor | None = None, order: int = 1) -> Solution:
+def solve_rows(
+    form: Form, scores: Tensor, mu: Tensor | None = None, order: int = 1, rates: bool = False
+) -> Solution:
     """The optimal rows for these scores. A known mu (the price, from the anchor) saves the search; as many derivatives
-    as `order` (1 or 2) are exact."""
+    as `order` (1 or 2) are exact. `rates` also fills the solution's rates and slack: the geometry of the rows."""
     B, H, Tq, Tk = scores.shape
     device = scores.device
     admissible = form.admissible(Tq, Tk, device)
@@ -182,6 +195,11 @@ def solve_rows(form: Form, scores: Tensor, mu: Tensor | None = None, order: int 
         p = torch.where(full, rows.prior(), p)
     scores = scores if admissible is None else torch.where(admissible, scores, 0.0)
     solution = Solution(form, rows.regularizer, temperature, scores, p, dual, start, log_prior, admissible, null)
+    if rates:  # 0 where the plan cannot move: no keys, all keys full, hard routing
+        w, slack = rows.rates(mu)
+        still = idle if cold is None else idle | cold
+        solution.rates = torch.where(still, 0.0, w)
+        solution.slack = None if slack is None else torch.where(still, 0.0, slack)
     return solution if cold is None else _hard_rows(solution, cold)
 
 
