@@ -6,8 +6,8 @@ u of each key to a loss (u = dL/dp), and b the baseline that the marginal puts t
     dL/ds_j = (w_j/tau) (u_j - b),    b = sum w u / (sum w + kappa)                            (policy_gradient)
     dp/ds = tau M,    M = tau^-2 (diag w - w w^T / (sum w + kappa))                            (potential_hessian)
 
-M is the metric of the row: for KL the Fisher information of its scores, and dL/ds = tau M u whatever the regulariser and
-the marginal (kappa = 0 where the rows must sum to their mass, infinite where they are free). The functions on scores
+M is the metric of the row: for KL the Fisher information of its scores, and dL/ds = tau M u for every regulariser and
+marginal (kappa = 0 where the rows must sum to their mass, infinite where they are free). The functions on scores
 [..., Tk] (or [..., H, Tq, Tk], as `regard.solve`) store the plan. Those on queries and keys never do: O(T) memory.
 At temperature 0 the plan does not move, and there is no geometry: they raise.
 """
@@ -49,7 +49,7 @@ def policy_gradient(scores: Tensor, utility: Tensor, problem: Transport | None =
     """
     utility = _like("utility", utility, "scores", _floating("scores", scores))
     rows = _rows(scores, problem)
-    return (rows.rates * _centred(rows.rates, rows.slack, utility)).to(scores.dtype)
+    return (rows.rates * definition.centred(rows.rates, rows.slack, utility)).to(scores.dtype)
 
 
 def sampled_policy_gradient(
@@ -89,7 +89,8 @@ def sampled_policy_gradient(
     b = (chances[..., :-1] * utility).sum(-1, keepdim=True) if baseline and not free else torch.zeros_like(total)
     gains = total * (torch.cat([utility, torch.zeros_like(b)], -1) - b)  # of each outcome, the last is no key
 
-    drawable = torch.where(moves, chances, 1.0).reshape(-1, chances.shape[-1])  # a row that does not move has gains of 0
+    # A row that does not move has gains of 0, whatever is drawn.
+    drawable = torch.where(moves, chances, 1.0).reshape(-1, chances.shape[-1])
     drawn = torch.multinomial(drawable, samples, replacement=True, generator=generator)
     counts = torch.zeros_like(drawable).scatter_add_(1, drawn, torch.ones_like(drawn, dtype=rates.dtype))
     shares = counts.view_as(chances) / samples
@@ -143,7 +144,7 @@ def natural_gradient(scores: Tensor, utility: Tensor, problem: Transport | None 
     """M^+ dL/ds = tau u on the support, 0 elsewhere: the steepest ascent in the plan's own metric, [..., Tk].
 
     Where the rows must sum to their mass the metric does not see a common shift of the scores, and M^+ (Moore and
-    Penrose's) gives tau (u - the plain mean of u over the support). Other marginals do see it: there it is tau u itself.
+    Penrose's) gives tau (u - the plain mean of u over the support). Other marginals do see it: there it is tau u.
     It does not vanish where the plan saturates. Under KL and Fermi-Dirac the support is all that is admissible.
     """
     utility = _like("utility", utility, "scores", _floating("scores", scores))
@@ -183,19 +184,6 @@ def _rows(scores: Tensor, problem: Transport | None) -> _Rows:
         temperature = temperature.expand(*folded.shape[:3], 1).reshape(*lead, 1)
     admissible = admissible.expand(rates.shape)[..., :Tk].reshape(scores.shape)
     return _Rows(form, rates[..., :Tk].reshape(scores.shape), slack, temperature, admissible)
-
-
-def _centred(rates: Tensor, slack: Tensor | None, utility: Tensor) -> Tensor:
-    """u - sum r u / (sum r + slack) where r > 0, measured from the heaviest key: in a row near one-hot its baseline is
-    almost that key's utility, and their difference would have no digits."""
-    utility = torch.where(rates > 0, utility, 0.0)
-    if slack is None or not rates.shape[-1]:
-        return utility
-    reference = utility.gather(-1, rates.detach().argmax(-1, keepdim=True))
-    rest = utility - reference
-    total = rates.sum(-1, keepdim=True) + slack
-    total = torch.where(total > 0, total, 1.0)
-    return rest - (rates * rest).sum(-1, keepdim=True) / total + reference * (slack / total)
 
 
 # --- on queries and keys ----------------------------------------------------------------------------------------------
@@ -287,14 +275,9 @@ def jvp(
             moving[name] = tangent.to(tensor.dtype)
 
     def attended(moved: dict[str, Tensor]) -> Any:
+        q, k, v = (inputs | moved).values()
         return operator.attention(
-            **(inputs | moved),
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            problem=problem,
-            softcap=softcap,
+            q, k, v, attn_mask, 0.0, is_causal, scale, enable_gqa, problem=problem, softcap=softcap
         )
 
     if not moving:
@@ -323,8 +306,8 @@ def natural_attention(
 
         (M + damping)^-1 dL/ds_j = w'_j/(damping tau) (u_j - sum w' u / (sum w' + kappa))
 
-    in which nothing cancels. Large damping: 1/damping times the plain gradient. Small: `natural_gradient`. Tensors of the
-    problem may not require a gradient here, and there is no second derivative.
+    in which nothing cancels. Large damping: 1/damping times the plain gradient. Small: `natural_gradient`.
+    Tensors of the problem may not require a gradient here, and there is no second derivative.
     """
     damping = number("damping", damping, "a positive, finite number", positive)
     form = lower(query, key, value, None, 0.0, is_causal, scale, False, problem)
@@ -401,7 +384,7 @@ def _natural_block(form: Form, damping: float, needed: tuple, grad: Tensor) -> d
         utility = (grad.reshape(B, value.shape[1], -1, value.shape[3]) @ value.mT).view(B, H, Tq, Tk)
         heat = damping * rows.temperature
         damped = rows.rates * heat / (rows.rates + heat)  # w'/tau
-        natural = damped / damping * _centred(damped, rows.slack, utility)
+        natural = damped / damping * definition.centred(damped, rows.slack, utility)
     with torch.enable_grad():
         out = definition._transport(rows.weights, value)
         pairs = [(y, g) for y, g in ((scores, natural), (out, grad)) if y.requires_grad]

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch._C._functorch import get_interpreter_stack, get_unwrapped, is_gradtrackingtensor
 from torch._functorch.utils import unwrap_dead_wrappers
+from torch.autograd import forward_ad
 
 from .backends import native, sdpa
 from .backends import torch as definition
@@ -102,7 +103,9 @@ class Attend(torch.autograd.Function):
             plan = _BackwardPlan(ctx.form, ctx.slots, ctx.names, tuple(incoming), needed, ctx.backend)
             found = AttendBackward.apply(plan, *tensors, *outputs, *incoming.values())
             by_slot = dict(zip(needed, found, strict=True))
-        else:  # nobody will differentiate the gradient
+        else:  # nobody will differentiate the gradient (a vjp called after its transform has ended leaves wrappers)
+            tensors, outputs = unwrap_dead_wrappers(tensors), unwrap_dead_wrappers(outputs)
+            incoming = dict(zip(incoming, unwrap_dead_wrappers(tuple(incoming.values())), strict=True))
             form = ctx.form.with_tensors(dict(zip(ctx.slots, tensors, strict=True)))
             by_slot = BACKENDS[ctx.backend].backward(form, needed, dict(zip(ctx.names, outputs, strict=True)), incoming)
         return (None,) * 4 + tuple(by_slot.get(slot) for slot in ctx.slots)
@@ -112,9 +115,12 @@ class Attend(torch.autograd.Function):
         """The outputs' tangents, from the definition, block by block."""
         names = tuple(name for name in ctx.names if name in DIFFERENTIABLE)
         with forward_ad._set_fwd_grad_enabled(True):
-            slots = _with_tangents(ctx.slots, ctx.saved_tensors, tangents[4:])
-            results = definition.differentiable(ctx.form.with_tensors(slots), names)
-            found = {name: _tangent(result) for name, result in results.items()}
+            duals = _with_tangents(ctx.saved_tensors, tangents[4:])
+            form = ctx.form.with_tensors(dict(zip(ctx.slots, duals, strict=True)))
+            if _first_order_only((*ctx.saved_tensors, *(t for t in tangents[4:] if t is not None))):
+                found = definition.tangents(form, names)
+            else:
+                found = {name: _tangent(result) for name, result in definition.differentiable(form, names).items()}
         return tuple(found[n].to(d) if n in found else None for n, d in zip(ctx.names, ctx.dtypes, strict=True))
 
     @staticmethod
@@ -169,22 +175,26 @@ class AttendBackward(torch.autograd.Function):
         plan: _BackwardPlan = ctx.plan
         slots, outputs, incoming = plan.split(ctx.saved_tensors)
 
-        def first_order(needed: tuple, incoming: tuple) -> tuple[Tensor, ...]:
-            return _first_order(plan, slots | dict(zip(plan.needed, needed, strict=True)), incoming)
+        # Not only the slots whose gradient was taken: each gradient depends on all of them.
+        needs = dict(zip(plan.slots, ctx.needs_input_grad[1:], strict=False))
+        varied = tuple(slot for slot in plan.slots if needs[slot])
 
-        needed = tuple(slots[slot] for slot in plan.needed)
-        _, pull = torch.func.vjp(first_order, needed, tuple(incoming.values()))  # type: ignore[misc]
+        def first_order(tensors: tuple, incoming: tuple) -> tuple[Tensor, ...]:
+            return _first_order(plan, slots | dict(zip(varied, tensors, strict=True)), incoming)
+
+        tensors = tuple(slots[slot] for slot in varied)
+        _, pull = torch.func.vjp(first_order, tensors, tuple(incoming.values()))  # type: ignore[misc]
         by_slot, by_grad = pull(grads)
-        found = dict(zip(plan.needed, by_slot, strict=True))
+        found = dict(zip(varied, by_slot, strict=True))
         return (None, *(found.get(s) for s in plan.slots), *(None,) * len(outputs), *by_grad)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Any) -> tuple:  # type: ignore[override]
+    def jvp(ctx: Any, *tangents: Any) -> tuple:  # type: ignore[override]
         """The gradients' tangents, likewise. (Those of the saved outputs follow from the slots'.)"""
         plan: _BackwardPlan = ctx.plan
         with forward_ad._set_fwd_grad_enabled(True):
-            names = tuple(range(len(tangents)))
-            slots, _, incoming = plan.split(tuple(_with_tangents(names, ctx.saved_tensors, tangents).values()))
+            duals = _with_tangents(ctx.saved_tensors, tangents[1:])
+            slots, _, incoming = plan.split(duals)
             return tuple(map(_tangent, _first_order(plan, slots, tuple(incoming.values()))))
 
     @staticmethod
@@ -220,12 +230,26 @@ def _first_order(plan: _BackwardPlan, slots: dict[str, Tensor], incoming: tuple)
     return pull(tuple(g.to(r.dtype) for g, r in zip(incoming, results, strict=True)))
 
 
-def _with_tangents(names: tuple, primals: tuple[Tensor, ...], tangents: tuple) -> dict[Any, Tensor]:
-    """Dual tensors by name; one without a tangent as it is."""
-    return {
-        name: primal if tangent is None else forward_ad.make_dual(forward_ad.unpack_dual(primal).primal, tangent)
-        for name, primal, tangent in zip(names, primals, tangents, strict=True)
-    }
+def _with_tangents(primals: tuple[Tensor, ...], tangents: tuple) -> tuple[Tensor, ...]:
+    """Dual tensors; one without a tangent as it is."""
+    return tuple(
+        primal if tangent is None else forward_ad.make_dual(forward_ad.unpack_dual(primal).primal, tangent)
+        for primal, tangent in zip(primals, tangents, strict=True)
+    )
+
+
+def _first_order_only(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether nobody will differentiate what is made of these in forward mode: no other transform, no graph."""
+    if len(get_interpreter_stack() or ()) > 1:
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    for tensor in tensors:
+        while is_gradtrackingtensor(tensor):
+            tensor = get_unwrapped(tensor)
+        if tensor.requires_grad:
+            return False
+    return True
 
 
 def _tangent(dual: Tensor) -> Tensor:
