@@ -436,7 +436,7 @@ def test_natural_attention_between_its_limits(problem):
     plain = geo.policy_gradient(scores, utility, problem)
     assert close(1e9 * natural_scores(scores, utility, problem, 1e9), plain, 1e-6)
     natural = geo.natural_gradient(scores, utility, problem)
-    assert close(natural_scores(scores, utility, problem, 1e-13), natural, 1e-5)
+    assert close(natural_scores(scores, utility, problem, 1e-20), natural, 1e-5)
 
 
 @pytest.mark.parametrize("problem", [None, Transport(Tsallis(1.5), prior=Causal(), temperature=0.7)])
@@ -548,18 +548,19 @@ def test_errors():
 
 MEMORY = """
 import resource, torch, regard
-from regard import Causal, Transport, Tsallis
+from regard import Causal, Transport, Tsallis, Window
 torch.set_num_threads(1)
 geo, T = regard.geometry, 16384
 softmax, entmax = Transport(prior=Causal()), Transport(Tsallis(1.5), prior=Causal())
+near = Transport(prior=Causal() * Window(1023))  # enough for a graph that keeps its weights to show, and quick
 
 def everything(*tensors):
     q, k, v, t = tensors
     with torch.no_grad():
         geo.fisher_vector_product(q, k, t, softmax)
         geo.free_energy_hvp(q, k, t, entmax)
-        geo.jvp(q, k, v, (t, None, v), softmax)
-    geo.natural_attention(q, k, v, damping=0.1, problem=softmax).sum().backward()
+        geo.jvp(q, k, v, (t, None, v), near)
+    geo.natural_attention(q, k, v, damping=0.1, problem=near).sum().backward()
 
 tensors = [torch.randn(1, 1, T, 16, requires_grad=True) for _ in range(4)]
 everything(*(t[:, :, :256] for t in tensors))
@@ -570,6 +571,6 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 
 def test_memory_of_16k_tokens():
-    """The plan alone would take 1024 MiB."""
+    """The plan alone would take 1024 MiB, and a graph of the windowed one more than 400."""
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 400, f"{done.stdout} MiB"
+    assert float(done.stdout) < 200, f"{done.stdout} MiB"
