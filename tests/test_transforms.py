@@ -4,10 +4,11 @@ import functools
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.library import opcheck
 
 import regard
-from cases import CASES, build
+from cases import CASES, build, skip_unless_served
 from regard import ALiBi, AuxRequest, Bias, Causal, FermiDirac, Free, Rows, Transport, Tsallis, Window, ops
 from regard.form import lower
 
@@ -162,6 +163,124 @@ def test_double_backward_and_forward_mode(case):
     assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("backend", ["native", "sdpa", "torch", "auto"])
+@pytest.mark.parametrize("name", ["softmax", "temperature per head", "bias, dense", *NAMES, "learned alpha per head"])
+def test_forward_mode_on_every_backend(name, backend):
+    """<g, J t> = <J^T g, t> over every tensor of the problem, for output, entropy and lse; the output is its own."""
+    from test_attention import substitute
+
+    case = next(c for c in CASES if c.name == name)
+    built = build(case)
+    if backend != "auto":
+        skip_unless_served(backend, built)
+    kl = "problem" not in built.arguments or isinstance(built.arguments["problem"].regularizer, regard.KL)
+    request = None if backend == "sdpa" else AuxRequest(entropy=True, lse=kl)
+    tangents = {name: torch.randn_like(leaf) for name, leaf in built.leaves.items()}
+
+    copies = iter([build(case) for _ in range(4)])
+
+    def function(leaves):
+        fresh = next(copies)
+        for name, leaf in leaves.items():
+            substitute(fresh, fresh.leaves[name], leaf)
+        return regard.attention(
+            fresh.query, fresh.key, fresh.value, **fresh.arguments, backend=backend, return_aux=request
+        )
+
+    def flat(result):
+        return (
+            [result]
+            if request is None
+            else [result[0], *(t for t in (result[1].entropy, result[1].lse) if t is not None)]
+        )
+
+    expected = flat(function(built.leaves))
+    incoming = [torch.randn_like(t) for t in expected]
+    gradients = torch.autograd.grad(expected, list(built.leaves.values()), incoming, materialize_grads=True)
+    product = sum((g * t).sum() for g, t in zip(gradients, tangents.values(), strict=True))
+    fixed = {name: leaf.detach() for name, leaf in built.leaves.items()}
+    plain = flat(function(fixed))
+    outputs, moved = torch.func.jvp(lambda leaves: flat(function(leaves)), (fixed,), (tangents,))
+    with forward_ad.dual_level():
+        duals = {name: forward_ad.make_dual(leaf, tangents[name]) for name, leaf in fixed.items()}
+        unpacked = [forward_ad.unpack_dual(t) for t in flat(function(duals))]
+    for got, change in ((outputs, moved), ([u.primal for u in unpacked], [u.tangent for u in unpacked])):
+        assert all(map(torch.allclose if backend in ("torch", "auto") else torch.equal, got, plain))
+        total = sum((g * t).sum() for g, t in zip(incoming, change, strict=True))
+        assert torch.allclose(total, product, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("backend", ["native", "sdpa", "torch"])
+def test_orders_and_modes_nest(backend):
+    """Forward over forward, reverse over forward, forward over reverse, batches of tangents: against the definition."""
+    q, k, v, t = (torch.randn(1, 2, 5, 4, dtype=torch.float64) for _ in range(4))
+    if backend == "native":
+        pytest.importorskip("regard._native", reason="the native engine was not built")
+
+    def function(backend):
+        return lambda a: regard.attention(a, k, v, is_causal=True, backend=backend)
+
+    def loss(f):
+        return lambda a: f(a).sin().sum()
+
+    def push(f):
+        return lambda a: torch.func.jvp(f, (a,), (t,))[1]
+
+    mine, definition = function(backend), function("torch")
+    double = torch.autograd.functional.hessian(loss(definition), q)  # by reverse mode twice
+    curvature = (double.flatten(0, 3).flatten(1) @ t.flatten()).view_as(q)
+    assert torch.allclose(torch.func.hessian(loss(mine))(q), double)
+    assert torch.allclose(push(torch.func.grad(loss(mine)))(q), curvature)
+    assert torch.allclose(torch.func.grad(push(loss(mine)))(q), curvature)
+    assert torch.allclose(push(push(loss(mine)))(q), (curvature * t).sum())
+    assert torch.allclose(torch.func.jacfwd(mine)(q), torch.func.jacrev(definition)(q))
+    leaf = q.clone().requires_grad_()
+    with forward_ad.dual_level():
+        (gradient,) = torch.autograd.grad(loss(mine)(dual := forward_ad.make_dual(leaf, t)), dual)
+        assert torch.allclose(forward_ad.unpack_dual(gradient).tangent, curvature)
+        (gradient,) = torch.autograd.grad(
+            forward_ad.unpack_dual(loss(mine)(forward_ad.make_dual(leaf, t))).tangent, leaf
+        )
+        assert torch.allclose(gradient, curvature)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_mixed_second_derivative(backend):
+    """The query's gradient depends on the key, too, whichever transform asks."""
+    q, k, v = (torch.randn(1, 2, 4, 3, dtype=torch.float64) for _ in range(3))
+
+    def loss(a, b):
+        return regard.attention(a, b, v, backend=backend).sin().sum()
+
+    found = torch.func.grad(lambda b: torch.func.grad(loss)(q, b).cos().sum())(k)
+    a, b = q.clone().requires_grad_(), k.clone().requires_grad_()
+    (inner,) = torch.autograd.grad(loss(a, b), a, create_graph=True)
+    assert torch.allclose(found, torch.autograd.grad(inner.cos().sum(), b)[0]) and found.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_a_pullback_outlives_its_transform(backend):
+    q, k, v = (torch.randn(1, 2, 4, 3, dtype=torch.float64) for _ in range(3))
+    out, pull = torch.func.vjp(lambda a: regard.attention(a, k, v, backend=backend), q)
+    with torch.no_grad():
+        (found,) = pull(torch.ones_like(out))
+    assert torch.allclose(found, torch.func.grad(lambda a: regard.attention(a, k, v, backend=backend).sum())(q))
+
+
+def test_a_temperature_under_grad_and_jvp_is_no_zero():
+    """Its values are seen through those transforms, so that the native engine serves it."""
+    pytest.importorskip("regard._native", reason="the native engine was not built")
+    q, k, v = (torch.randn(1, 2, 4, 3, dtype=torch.float64) for _ in range(3))
+    tau = torch.tensor(0.7, dtype=torch.float64)
+
+    def loss(tau, backend="native"):
+        return regard.attention(q, k, v, problem=Transport(temperature=tau), backend=backend).sin().sum()
+
+    expected = torch.func.grad(lambda x: loss(x, "torch"))(tau)
+    assert torch.allclose(torch.func.grad(loss)(tau), expected)
+    assert torch.allclose(torch.func.jvp(loss, (tau,), (torch.ones_like(tau),))[1], expected)
+
+
 def test_third_derivative():
     s = torch.tensor([0.3, -0.2, 0.9, 0.1], dtype=torch.float64)
     for problem in (Transport(), Transport(Tsallis(1.5)), Transport(FermiDirac(), marginal=Rows(mass=1.5))):
@@ -216,7 +335,7 @@ def test_func_grad_and_vmap(name):
     assert all(torch.allclose(per_sample[i], torch.stack([s[i] for s in singly])) for i in range(3))
 
 
-@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n != "auto"])
+@by_function
 def test_func_jvp_and_hessian(name):
     function = FUNCTIONS[name]
     q, k, v = (t.detach() for t in module_inputs())
@@ -249,8 +368,6 @@ def test_forward_mode_is_never_silently_zero():
         for problem in (None, Transport(Tsallis(1.5))):
             out = regard.attention(dual, k, v, problem=problem)
             assert torch.autograd.forward_ad.unpack_dual(out).tangent.abs().max() > 0
-        with pytest.raises(NotImplementedError, match="sdpa"):
-            regard.attention(dual, k, v, backend="sdpa")
 
     def compiled_jvp(x):
         function = functools.partial(regard.attention, problem=Transport(Tsallis(1.5)))
@@ -332,6 +449,11 @@ def test_transforms_of_statistics_are_right():
     numeric = (kl(q + h * tangent) - kl(q - h * tangent)) / (2 * h)
     assert torch.allclose(torch.func.jvp(kl, (q,), (tangent,))[1], numeric, atol=1e-6)
     assert torch.allclose((torch.func.grad(kl)(q) * tangent).sum(), numeric, atol=1e-6)
+
+    def output(a):
+        return regard.attention(a, k, v, return_aux=AuxRequest(kl=True))[0]
+
+    assert torch.equal(torch.func.jvp(output, (q,), (tangent,))[0], regard.attention(q, k, v))  # auto's own
 
 
 def test_compile_with_other_numbers():

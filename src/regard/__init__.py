@@ -1,5 +1,6 @@
 """regard: attention, declared as a transport problem."""
 
+from . import geometry as geometry  # a module, not a name of __all__
 from .operator import Choice, attention, select_backend
 from .plan import Certificate, Plan, block_mass, certify, solve, topk, weights_at
 from .problem import ALiBi, Bias, Causal, Documents, Free, Rows, Transport, Window

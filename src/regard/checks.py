@@ -7,6 +7,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._C._functorch import (  # type: ignore[import-not-found]
+    get_unwrapped,
+    is_batchedtensor,
+    is_gradtrackingtensor,
+)
 
 from .parts import Scalar, describe, is_number
 
@@ -31,7 +36,14 @@ def check_values(name: str, value: Scalar, expected: str, valid: Callable[[Tenso
 def may_be_zero(temperature: Scalar) -> bool:
     if not isinstance(temperature, Tensor):
         return temperature == 0
-    return not concrete(temperature) or bool((temperature == 0).any())
+    if torch.compiler.is_compiling():
+        return True
+    plain = temperature
+    while is_gradtrackingtensor(plain):  # grad and jvp hide no values; vmap does
+        plain = get_unwrapped(plain)
+    if type(plain) not in (Tensor, torch.nn.Parameter) or plain.is_meta or is_batchedtensor(plain):
+        return True
+    return bool((plain == 0).any())
 
 
 def number(name: str, value: object, expected: str, valid: Callable[[float], bool]) -> float:

@@ -78,8 +78,7 @@ def attention(
     form = lower(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap)
     statistics = requested(return_aux)
     names = ("out", *statistics)
-    choice = _choose(form, names, backend)
-    results = {"out": sdpa.forward(form)} if choice.backend == "sdpa" else ops.run(choice.backend, form, names)
+    results = run(form, names, backend)
     assert form.query is not None
     out = results["out"]
     if out.dtype != form.query.dtype:  # which autocast may have changed
@@ -88,6 +87,14 @@ def attention(
     if return_aux is None:
         return out
     return out, AuxOutput(**{name: _unfold(results[name], query, key, value) for name in statistics})
+
+
+def run(form: Form, names: tuple[str, ...], backend: str = "auto") -> dict[str, Tensor]:
+    """Output and statistics of a lowered problem, by the backend named or chosen."""
+    choice = _choose(form, names, backend)
+    if choice.backend == "sdpa" and not ops.forward_mode():  # PyTorch's own autograd
+        return {"out": sdpa.attend(form)}
+    return ops.run(choice.backend, form, names)
 
 
 @dataclass(frozen=True)

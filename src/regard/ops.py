@@ -1,8 +1,9 @@
 """One operator for every backend that has no autograd of its own: schema, fake, gradient, transforms.
 
 Two ways in. While compiling, `torch.ops.regard.attend` (its schema derived from `Form`): opaque to the compiler. In
-eager mode, the autograd Function `Attend`, which also serves torch.func.grad, vmap and double backward. Forward mode
-runs the `torch` backend's own differentiable blocks, which need no help (and no memory: nothing is kept for later).
+eager mode, the autograd Function `Attend`, which also serves torch.func.grad, jvp, vmap and double backward. In forward
+mode the output is the named backend's and its tangent comes from the definition's differentiable blocks, whose own
+forward mode keeps nothing for later: O(T) memory.
 """
 
 from __future__ import annotations
@@ -12,33 +13,43 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_interpreter_stack, get_unwrapped, is_gradtrackingtensor
 from torch._functorch.utils import unwrap_dead_wrappers
+from torch.autograd import forward_ad
 
-from .backends import native
+from .backends import native, sdpa
 from .backends import torch as definition
 from .form import Form, output_shapes
 from .statistics import DIFFERENTIABLE
 
 # Those that follow the protocol forward(form, names), backward(...).
-BACKENDS: dict[str, Any] = {"torch": definition, "native": native}
+BACKENDS: dict[str, Any] = {"torch": definition, "native": native, "sdpa": sdpa}
+
+
+def forward_mode() -> bool:
+    """Whether tensors may carry tangents."""
+    return forward_ad._current_level >= 0
 
 
 def run(backend: str, form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Output and statistics by a backend, differentiable where promised."""
-    forward_mode = torch.autograd.forward_ad._current_level >= 0
     if torch.compiler.is_compiling():
-        if forward_mode:
+        if forward_mode():
             raise NotImplementedError("forward mode under torch.compile is not served: use the transform in eager mode")
         return _run_compiled(backend, form, names)
-    if forward_mode and backend != "torch":
-        raise NotImplementedError(f'backend "{backend}" has no forward mode: use backend="torch"')
     transformed = torch._C._are_functorch_transforms_active()
-    if forward_mode or (transformed and any(name not in DIFFERENTIABLE for name in names)):
-        # A transform does not ask whether an output is differentiable: a statistic's tangent must be right, not zero.
+    if forward_mode() and backend == "torch":
         return definition.differentiable(form, names)
+    if forward_mode() or transformed:
+        # A transform does not ask whether an output is differentiable: a statistic's tangent must be right, not zero.
+        others = tuple(name for name in names if name not in DIFFERENTIABLE)
+        if others:
+            results = definition.differentiable(form, others)
+            rest = tuple(name for name in names if name in DIFFERENTIABLE)
+            return results | run(backend, form, rest) if rest else results
     tensors = form.tensors()
     recording = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
-    if not recording and not transformed:
+    if not recording and not transformed and not forward_mode():
         return BACKENDS[backend].forward(form, names)
     computed = _with_saved(backend, form, names)
     apply = Attend.apply if transformed else Attend.apply_plainly
@@ -72,6 +83,8 @@ class Attend(torch.autograd.Function):
         ctx.form, ctx.slots, ctx.names, ctx.backend, *tensors = inputs
         ctx.form = ctx.form.with_tensors(dict.fromkeys(ctx.slots))  # the tensors are saved once, below
         ctx.save_for_backward(*tensors, *output)
+        ctx.save_for_forward(*tensors)
+        ctx.dtypes = tuple(o.dtype for o in output)
         ctx.mark_non_differentiable(*(o for n, o in zip(ctx.names, output, strict=True) if n not in DIFFERENTIABLE))
         ctx.set_materialize_grads(False)
 
@@ -86,14 +99,29 @@ class Attend(torch.autograd.Function):
         }
         if not incoming or not needed:
             return (None,) * (4 + n)
-        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or forward_mode():
             plan = _BackwardPlan(ctx.form, ctx.slots, ctx.names, tuple(incoming), needed, ctx.backend)
             found = AttendBackward.apply(plan, *tensors, *outputs, *incoming.values())
             by_slot = dict(zip(needed, found, strict=True))
-        else:  # nobody will differentiate the gradient
+        else:  # nobody will differentiate the gradient (a vjp called after its transform has ended leaves wrappers)
+            tensors, outputs = unwrap_dead_wrappers(tensors), unwrap_dead_wrappers(outputs)
+            incoming = dict(zip(incoming, unwrap_dead_wrappers(tuple(incoming.values())), strict=True))
             form = ctx.form.with_tensors(dict(zip(ctx.slots, tensors, strict=True)))
             by_slot = BACKENDS[ctx.backend].backward(form, needed, dict(zip(ctx.names, outputs, strict=True)), incoming)
         return (None,) * 4 + tuple(by_slot.get(slot) for slot in ctx.slots)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple:  # type: ignore[override]
+        """The outputs' tangents, from the definition, block by block."""
+        names = tuple(name for name in ctx.names if name in DIFFERENTIABLE)
+        with forward_ad._set_fwd_grad_enabled(True):
+            duals = _with_tangents(ctx.saved_tensors, tangents[4:])
+            form = ctx.form.with_tensors(dict(zip(ctx.slots, duals, strict=True)))
+            if _first_order_only((*ctx.saved_tensors, *(t for t in tangents[4:] if t is not None))):
+                found = definition.tangents(form, names)
+            else:
+                found = {name: _tangent(result) for name, result in definition.differentiable(form, names).items()}
+        return tuple(found[n].to(d) if n in found else None for n, d in zip(ctx.names, ctx.dtypes, strict=True))
 
     @staticmethod
     def vmap(  # type: ignore[override]
@@ -139,28 +167,35 @@ class AttendBackward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.plan, *tensors = inputs
         ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         """The second derivative, through the definition (it keeps the whole plan: memory is promised for one order)."""
         plan: _BackwardPlan = ctx.plan
         slots, outputs, incoming = plan.split(ctx.saved_tensors)
-        form = plan.form.with_tensors(slots)
 
-        def outcome(*needed: Tensor) -> tuple[Tensor, ...]:
-            varied = form.with_tensors(dict(zip(plan.needed, needed, strict=True)))
-            results = definition.differentiable(varied, plan.incoming)
-            return tuple(results[name] for name in plan.incoming)
+        # Not only the slots whose gradient was taken: each gradient depends on all of them.
+        needs = dict(zip(plan.slots, ctx.needs_input_grad[1:], strict=False))
+        varied = tuple(slot for slot in plan.slots if needs[slot])
 
-        def first_order(needed: tuple, incoming: tuple) -> tuple[Tensor, ...]:
-            results, pull = torch.func.vjp(outcome, *needed)  # type: ignore[misc]
-            return pull(tuple(g.to(r.dtype) for g, r in zip(incoming, results, strict=True)))
+        def first_order(tensors: tuple, incoming: tuple) -> tuple[Tensor, ...]:
+            return _first_order(plan, slots | dict(zip(varied, tensors, strict=True)), incoming)
 
-        needed = tuple(slots[slot] for slot in plan.needed)
-        _, pull = torch.func.vjp(first_order, needed, tuple(incoming.values()))  # type: ignore[misc]
+        tensors = tuple(slots[slot] for slot in varied)
+        _, pull = torch.func.vjp(first_order, tensors, tuple(incoming.values()))  # type: ignore[misc]
         by_slot, by_grad = pull(grads)
-        found = dict(zip(plan.needed, by_slot, strict=True))
+        found = dict(zip(varied, by_slot, strict=True))
         return (None, *(found.get(s) for s in plan.slots), *(None,) * len(outputs), *by_grad)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple:  # type: ignore[override]
+        """The gradients' tangents, likewise. (Those of the saved outputs follow from the slots'.)"""
+        plan: _BackwardPlan = ctx.plan
+        with forward_ad._set_fwd_grad_enabled(True):
+            duals = _with_tangents(ctx.saved_tensors, tangents[1:])
+            slots, _, incoming = plan.split(duals)
+            return tuple(map(_tangent, _first_order(plan, slots, tuple(incoming.values()))))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, plan: _BackwardPlan, *tensors: Tensor) -> tuple:  # type: ignore[override]
@@ -180,6 +215,46 @@ class AttendBackward(torch.autograd.Function):
             grad = grad.unflatten(0, (V, B))
             unfolded.append(grad.sum(1, keepdim=True) if own == 1 and B > 1 else grad)
         return tuple(unfolded), (0,) * len(unfolded)
+
+
+def _first_order(plan: _BackwardPlan, slots: dict[str, Tensor], incoming: tuple) -> tuple[Tensor, ...]:
+    """What AttendBackward computes, as plain operations."""
+    form = plan.form.with_tensors(slots)
+
+    def outcome(*needed: Tensor) -> tuple[Tensor, ...]:
+        varied = form.with_tensors(dict(zip(plan.needed, needed, strict=True)))
+        results = definition.differentiable(varied, plan.incoming)
+        return tuple(results[name] for name in plan.incoming)
+
+    results, pull = torch.func.vjp(outcome, *(slots[slot] for slot in plan.needed))  # type: ignore[misc]
+    return pull(tuple(g.to(r.dtype) for g, r in zip(incoming, results, strict=True)))
+
+
+def _with_tangents(primals: tuple[Tensor, ...], tangents: tuple) -> tuple[Tensor, ...]:
+    """Dual tensors; one without a tangent as it is."""
+    return tuple(
+        primal if tangent is None else forward_ad.make_dual(forward_ad.unpack_dual(primal).primal, tangent)
+        for primal, tangent in zip(primals, tangents, strict=True)
+    )
+
+
+def _first_order_only(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether nobody will differentiate what is made of these in forward mode: no other transform, no graph."""
+    if len(get_interpreter_stack() or ()) > 1:
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    for tensor in tensors:
+        while is_gradtrackingtensor(tensor):
+            tensor = get_unwrapped(tensor)
+        if tensor.requires_grad:
+            return False
+    return True
+
+
+def _tangent(dual: Tensor) -> Tensor:
+    primal, tangent = forward_ad.unpack_dual(dual)
+    return torch.zeros_like(primal) if tangent is None else tangent
 
 
 def _skeleton(form: Form) -> Form:

@@ -130,6 +130,8 @@ class Solution:
     log_prior: Tensor | None  # broadcasts to [B, H, Tq, Tk]
     admissible: Tensor | None  # broadcasts to [B, H, Tq, Tk]
     null: Tensor | None  # [B, H, Tq, 1], weight of the null key
+    rates: Tensor | None = None  # [B, H, Tq, Tk], w/tau: what a score moves its own weight by, at a fixed price
+    slack: Tensor | None = None  # [B, H, Tq, 1], kappa/tau; None in free rows, where it is infinite
     output: Tensor | None = None  # [B, H, Tq, Dv], before dropout
     values: Tensor | None = None  # [B, Hkv, Tk, Dv]
 

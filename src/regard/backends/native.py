@@ -139,8 +139,6 @@ def unsupported(form: Form, names: tuple[str, ...]) -> str | None:
         return f"multiplies at most {_PRIORS} biases (got {len(form.log_priors)})"
     if form.first_query or form.first_key:
         return "serves whole plans, not blocks of one"
-    if torch.autograd.forward_ad._current_level >= 0:
-        return "has no forward mode"
     return None
 
 

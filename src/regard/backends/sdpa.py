@@ -35,8 +35,6 @@ def unsupported(form: Form, names: tuple[str, ...]) -> str | None:
         return "cannot divide a float mask by a temperature tensor"
     if isinstance(form.temperature, Tensor) and form.query is not None and form.query.dtype != form.dtype:
         return "would round queries divided by a temperature tensor to half precision"
-    if torch.autograd.forward_ad._current_level >= 0:
-        return "its fused kernels have no forward-mode derivative"
     return None
 
 
@@ -56,7 +54,31 @@ def unwise(form: Form) -> str | None:
     return None
 
 
-def forward(form: Form) -> Tensor:
+def saved(form: Form, names: tuple[str, ...]) -> tuple[str, ...]:
+    """What backward wants from forward besides the caller's statistics."""
+    return ()
+
+
+def forward(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """The output, with nothing recorded for a gradient."""
+    with torch.no_grad():
+        return {"out": attend(form)}
+
+
+def backward(
+    form: Form, needed: tuple[str, ...], outputs: dict[str, Tensor], grads: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """PyTorch's own gradients of the needed slots, from a forward pass made again (in forward mode only: elsewhere
+    `attend` is differentiated where it was called)."""
+    tensors = form.tensors()
+    leaves = {name: tensors[name].detach().requires_grad_() for name in needed}
+    with torch.enable_grad():
+        out = attend(form.with_tensors(leaves))
+        found = torch.autograd.grad(out, list(leaves.values()), grads["out"], allow_unused=True, materialize_grads=True)
+    return dict(zip(needed, found, strict=True))
+
+
+def attend(form: Form) -> Tensor:
     """The attended values [B, H, Tq, Dv], differentiable by PyTorch's own autograd."""
     assert form.query is not None and form.key is not None and form.value is not None
     _, _, Tq, Tk = form.shape

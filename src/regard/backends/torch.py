@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..form import Form, output_shapes
 from ..parts import Scalar
@@ -122,14 +123,25 @@ class Balance:
             slope = slope + self.temperature * target / self.level
         return taken, target, slope
 
+    def rates(self, mu: Tensor) -> tuple[Tensor, Tensor | None]:
+        """w/tau [B, H, Tq, Tk] and kappa/tau [B, H, Tq, 1] (None: infinite). A prior's common factor leaves them be."""
+        _, w = self.regularizer.weights_and_slopes(self.price(self.scores, mu), self.log_prior)
+        slack = None if self.form.marginal == "free" else torch.zeros_like(mu)
+        if self.form.marginal == "sink":
+            _, w0 = self.regularizer.weights_and_slopes(self.price(self.level - self.anchor, mu), self.null_log_prior)
+            slack = w0 / self.temperature
+        elif self.form.marginal == "relax":
+            slack = (self.dual(mu) / self.level).exp() / self.level
+        return self.masked(w, 0.0) / self.temperature, slack
+
     def prior(self) -> Tensor:
         prior = torch.ones_like(self.scores) if self.log_prior is None else self.log_prior.exp().expand_as(self.scores)
         return self.masked(prior, 0.0)
 
 
-def solve_rows(form: Form, scores: Tensor, mu: Tensor | None = None, order: int = 1) -> Solution:
+def solve_rows(form: Form, scores: Tensor, mu: Tensor | None = None, order: int = 1, rates: bool = False) -> Solution:
     """The optimal rows for these scores. A known mu (the price, from the anchor) saves the search; as many derivatives
-    as `order` (1 or 2) are exact."""
+    as `order` (1 or 2) are exact. `rates` also fills the solution's rates and slack: the geometry of the rows."""
     B, H, Tq, Tk = scores.shape
     device = scores.device
     admissible = form.admissible(Tq, Tk, device)
@@ -182,7 +194,25 @@ def solve_rows(form: Form, scores: Tensor, mu: Tensor | None = None, order: int 
         p = torch.where(full, rows.prior(), p)
     scores = scores if admissible is None else torch.where(admissible, scores, 0.0)
     solution = Solution(form, rows.regularizer, temperature, scores, p, dual, start, log_prior, admissible, null)
+    if rates:  # 0 where the plan cannot move: no keys, all keys full, hard routing
+        w, slack = rows.rates(mu)
+        still = idle if cold is None else idle | cold
+        solution.rates = torch.where(still, 0.0, w)
+        solution.slack = None if slack is None else torch.where(still, 0.0, slack)
     return solution if cold is None else _hard_rows(solution, cold)
+
+
+def centred(rates: Tensor, slack: Tensor | None, utility: Tensor) -> Tensor:
+    """u - sum r u / (sum r + slack) where r > 0, measured from the heaviest key: in a row near one-hot its baseline is
+    almost that key's utility, and their difference would have no digits."""
+    utility = torch.where(rates > 0, utility, 0.0)
+    if slack is None or not rates.shape[-1]:
+        return utility
+    reference = utility.gather(-1, rates.detach().argmax(-1, keepdim=True))
+    rest = utility - reference
+    total = rates.sum(-1, keepdim=True) + slack
+    total = torch.where(total > 0, total, 1.0)
+    return rest - (rates * rest).sum(-1, keepdim=True) / total + reference * (slack / total)
 
 
 def _anchor(rows: Balance) -> tuple[Tensor, Tensor]:
@@ -414,6 +444,44 @@ def differentiable(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
                     batches.append(_join(heads, 1))
                     heads = []
         return _join(batches, 0)
+
+
+def tangents(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """The tangents of outputs, where tensors of the form are dual: block by block into one buffer, first order only."""
+    slots = {name for name, t in form.tensors().items() if forward_ad.unpack_dual(t).tangent is not None}
+    direct = names == ("out",) and slots <= {"query", "key", "value", "score_bias"}
+    results: dict[str, Tensor] = {}
+    shapes = output_shapes(form, names)
+    if 0 in form.shape[:3]:
+        return {name: torch.zeros(shape, dtype=form.dtype) for name, shape in shapes.items()}
+    with _full_precision(form):
+        for where in blocks(form):
+            block = form.cut(*where)
+            if direct:
+                parts = {"out": _output_tangent(block)}
+            else:
+                duals = {name: forward_ad.unpack_dual(dual) for name, dual in attend(block, names).items()}
+                parts = {n: torch.zeros_like(d.primal) if d.tangent is None else d.tangent for n, d in duals.items()}
+            for name, part in parts.items():
+                if name not in results:
+                    results[name] = part.new_zeros(shapes[name])
+                results[name][where[:3]] = part
+    return results
+
+
+def _output_tangent(form: Form) -> Tensor:
+    """sum_j dp_j v_j + p_j dv_j with dp = r (x - sum r x / (sum r + slack)), r = w/tau and x the scores' tangent."""
+    (scores, x), (value, value_tangent) = (forward_ad.unpack_dual(dual) for dual in scores_of(form))
+    rows = solve_rows(form, scores, rates=True)
+    weights = rows.weights if form.dropout_key is None else _dropped(rows)
+    result = scores.new_zeros(*scores.shape[:3], value.shape[3])
+    if value_tangent is not None:
+        result = result + _transport(weights, value_tangent)
+    if x is not None and x.shape[3]:
+        assert rows.rates is not None
+        moved = replace(rows, weights=rows.rates * centred(rows.rates, rows.slack, x))
+        result = result + _transport(moved.weights if form.dropout_key is None else _dropped(moved), value)
+    return result
 
 
 def _join(parts: list[dict[str, Tensor]], dim: int) -> dict[str, Tensor]:
