@@ -1,5 +1,6 @@
 """regard: attention, declared as a transport problem."""
 
+from .estimation import Calibration, Estimate, Evidence, calibrate, estimate, evidence
 from .operator import Choice, attention, select_backend
 from .plan import Certificate, Plan, block_mass, certify, solve, topk, weights_at
 from .problem import ALiBi, Bias, Causal, Documents, Free, Rows, Transport, Window
@@ -14,10 +15,13 @@ __all__ = [
     "AuxOutput",
     "AuxRequest",
     "Bias",
+    "Calibration",
     "Causal",
     "Certificate",
     "Choice",
     "Documents",
+    "Estimate",
+    "Evidence",
     "FDivergence",
     "FermiDirac",
     "Free",
@@ -28,7 +32,10 @@ __all__ = [
     "Window",
     "attention",
     "block_mass",
+    "calibrate",
     "certify",
+    "estimate",
+    "evidence",
     "select_backend",
     "solve",
     "topk",
