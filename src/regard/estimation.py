@@ -131,24 +131,29 @@ def student_quantile(level: float, freedom: Tensor) -> Tensor:
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
-    large = z + sum(c / freedom ** (k + 1) for k, c in enumerate(corrections))
-    few = freedom.clamp(max=_SERIES)[:, None]
-    odd, k = few % 2, torch.arange(_SERIES // 2, dtype=torch.float64)
+    quantile = z + sum(c / freedom ** (k + 1) for k, c in enumerate(corrections))
+    few = freedom <= _SERIES
+    quantile[few] = _student_series(level, freedom[few])
+    return quantile
+
+
+def _student_series(level: float, freedom: Tensor) -> Tensor:
+    n, k = freedom[:, None], torch.arange(_SERIES // 2, dtype=torch.float64)
+    odd = n % 2
     # sum_k c_k cos^(2k) (odd: cos^(2k+1)), where c_k / c_(k-1) = (2k - 1)/(2k) (odd: 2k/(2k + 1)) and c_0 = 1
     ratios = torch.where(k > 0, (2 * k - 1 + odd) / (2 * k + odd).clamp(min=1), 1.0)
-    terms = torch.where(k < few // 2, ratios.cumprod(-1), 0.0)
-    rise = 2 * (torch.lgamma((few + 1) / 2) - torch.lgamma(few / 2)).exp() / math.sqrt(math.pi)
-    angle = torch.zeros_like(few)
+    terms = torch.where(k < n // 2, ratios.cumprod(-1), 0.0)
+    rise = 2 * (torch.lgamma((n + 1) / 2) - torch.lgamma(n / 2)).exp() / math.sqrt(math.pi)
+    angle = torch.zeros_like(n)
     for _ in range(100):
         cos = angle.cos()
         total = angle.sin() * (terms * cos ** (2 * k + odd)).sum(-1, keepdim=True)
         probability = torch.where(odd == 1, (angle + total) * (2 / math.pi), total)
-        step = ((level - probability) / (rise * cos ** (few - 1))).clamp(min=0)
+        step = ((level - probability) / (rise * cos ** (n - 1))).clamp(min=0)
         angle = angle + step
         if not bool((step > 1e-16 * angle).any()):
             break
-    small = (few.sqrt() * angle.tan()).squeeze(-1)
-    return torch.where(freedom > _SERIES, large, small)
+    return (n.sqrt() * angle.tan()).squeeze(-1)
 
 
 # --- evidence ---------------------------------------------------------------------------------------------------------
@@ -253,11 +258,11 @@ _CONVERGED = 1e-9  # of the size of the scores: what a moment may miss by
 _SPECIAL = {
     "separable": "all targets have their rows' highest scores: the likelihood has no maximum, it grows with beta for"
     " ever (temperature 0)",
-    "anticorrelated": "targets score below the mean of their rows: the best beta >= 0 is 0 (temperature inf)",
+    "anticorrelated": "targets score no better than the mean of their rows: the best beta >= 0 is 0 (temperature inf)",
     "uninformative": "no row has scores that differ: every beta is as likely, it stays 1",
 }
 _SPECIAL_KEYS = {
-    "separable": "the likelihood has no maximum, the multiplier grows without bound (a ridge keeps it finite)",
+    "separable": "the likelihood has no maximum: it grows as the multiplier goes to inf or -inf (a ridge stops it)",
     "uninformative": "its score is 0 (or has no rival) in every row: every multiplier is as likely, it stays 1",
 }
 
@@ -437,7 +442,7 @@ def _fit_groups(per: str, s: Tensor, admissible: Tensor, t: Tensor, ridge: float
 
     beta = torch.zeros_like(spread)
     slope, _ = gap(beta)
-    anticorrelated = ~uninformative & ~separable & (slope <= 0)
+    anticorrelated = ~uninformative & ~separable & (slope <= 1e-15 * spread)
     settled = uninformative | separable | anticorrelated
     low, high, iteration = torch.zeros_like(beta), torch.full_like(beta, math.inf), 0
     for iteration in range(max_iterations + 1):
