@@ -131,7 +131,9 @@ def student_quantile(level: float, freedom: Tensor) -> Tensor:
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
-    quantile = z + sum(c / freedom ** (k + 1) for k, c in enumerate(corrections))
+    quantile = torch.full_like(freedom, z)
+    for k, c in enumerate(corrections):
+        quantile += c / freedom ** (k + 1)
     few = freedom <= _SERIES
     quantile[few] = _student_series(level, freedom[few])
     return quantile
