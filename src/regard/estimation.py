@@ -521,24 +521,22 @@ def _fit_keys(s: Tensor, admissible: Tensor, t: Tensor, ridge: float, max_iterat
         moments = p * s
         hessian = torch.diag((moments * s).sum(0)) - moments.mT @ moments
         step = _newton_step(hessian / rows + ridge * torch.eye(Tk, dtype=torch.float64), gradient)
-        change = torch.where(admissible, step * s, 0.0)
-        move = float(_gaps(change, admissible).amax()) if R else 0.0  # of a logit, against others of its row
+        move = float(_gaps(step * s, admissible).amax()) if R else 0.0  # of a logit, against others of its row
         if ridge == 0 and move > 0.1 and bool((gradient.abs() <= 1e-6 * size).all()):
-            # The slope is gone and yet it is far to the top: is this a direction to infinity?
-            gaps, reach = _gaps(change, admissible), change.abs().amax(-1, keepdim=True)
-            tolerance = 1e-5 * reach + 1e-8 * reach.amax()
-            if not bool(((t > 0) & (gaps > tolerance)).any()) and bool((gaps > tolerance).any()):
-                moving = change.abs().amax(0) > 1e-5 * reach.amax()
-                infinite = torch.where(moving & (infinite == 0), step.sign(), infinite)
-                admissible = admissible & (gaps <= tolerance)
+            # The slope is gone and yet it is far to the top: is there a direction to infinity?
+            found = _receding_direction((step, beta), s, admissible, t)
+            if found is not None:
+                direction, admissible = found
+                infinite = torch.where(infinite == 0, direction, infinite)
                 continue
         done = move <= 1e-9  # Newton squares it
-        length, now, rise = 1.0, objective(beta), float(gradient @ step)
-        while length > 1e-10 and not objective(beta + length * step) >= now + 1e-4 * length * rise - 1e-15:
+        length, now, rise = 1.0, float(objective(beta)), float(gradient @ step)
+        rounding = 1e-14 * (1 + abs(now))
+        while length > 1e-10 and not objective(beta + length * step) >= now + 1e-4 * length * rise - rounding:
             length /= 2
         beta = beta + length * step
     residual = gradient.abs()
-    converged = done and bool((residual <= _CONVERGED * size.clamp(min=1e-300)).all())
+    converged = done and bool((residual <= _CONVERGED * size).all())
     after = log_likelihood(beta, admissible)
     beta = torch.where(infinite != 0, infinite * math.inf, beta)
     return Calibration(
@@ -573,16 +571,31 @@ def _receding_keys(s: Tensor, admissible: Tensor, t: Tensor) -> Tensor:
     return harmless(s).double() - harmless(-s).double()
 
 
+def _receding_direction(
+    directions: tuple[Tensor, ...], s: Tensor, admissible: Tensor, t: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """The signs of the first of these directions in which no target falls behind and other keys do (within rounding),
+    and the keys that do not fall behind."""
+    for direction in directions:
+        z = torch.where(admissible, direction * s, 0.0)
+        gaps, reach = _gaps(z, admissible), z.abs().amax(-1, keepdim=True)
+        behind = gaps > 1e-5 * reach + 1e-8 * reach.amax()
+        if bool(behind.any()) and not bool((behind & (t > 0)).any()):
+            moving = z.abs().amax(0) > 1e-5 * reach.amax()
+            return torch.where(moving, direction.sign(), 0.0), admissible & ~behind
+    return None
+
+
 def _newton_step(hessian: Tensor, gradient: Tensor) -> Tensor:
     """hessian^-1 gradient for a matrix that may be singular: as if each unit of its diagonal were a little larger."""
     unit = hessian.diagonal().clamp(min=0).sqrt()
     unit = torch.where(unit > 0, unit, 1.0)
-    scaled, damping = hessian / unit / unit[:, None], 1e-12
-    while True:
-        factor, failed = torch.linalg.cholesky_ex(scaled + damping * torch.eye(len(unit), dtype=torch.float64))
+    scaled, identity = hessian / unit / unit[:, None], torch.eye(len(unit), dtype=torch.float64)
+    for damping in (1e-12, 1e-10, 1e-8, 1e-6, 1e-4, 1e-2):
+        factor, failed = torch.linalg.cholesky_ex(scaled + damping * identity)
         if not int(failed):
             return torch.cholesky_solve((gradient / unit)[:, None], factor)[:, 0] / unit
-        damping *= 100
+    return gradient / unit**2
 
 
 # --- shared -----------------------------------------------------------------------------------------------------------
