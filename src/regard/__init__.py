@@ -1,6 +1,7 @@
 """regard: attention, declared as a transport problem."""
 
 from . import geometry as geometry  # a module, not a name of __all__
+from .estimation import Calibration, Estimate, Evidence, calibrate, estimate, evidence
 from .operator import Choice, attention, select_backend
 from .plan import Certificate, Plan, block_mass, certify, solve, topk, weights_at
 from .problem import ALiBi, Bias, Causal, Documents, Free, Rows, Transport, Window
@@ -15,10 +16,13 @@ __all__ = [
     "AuxOutput",
     "AuxRequest",
     "Bias",
+    "Calibration",
     "Causal",
     "Certificate",
     "Choice",
     "Documents",
+    "Estimate",
+    "Evidence",
     "FDivergence",
     "FermiDirac",
     "Free",
@@ -29,7 +33,10 @@ __all__ = [
     "Window",
     "attention",
     "block_mass",
+    "calibrate",
     "certify",
+    "estimate",
+    "evidence",
     "select_backend",
     "solve",
     "topk",

@@ -256,6 +256,7 @@ def lower(
     enable_gqa: bool = False,
     problem: Transport | None = None,
     softcap: float | None = None,
+    key_scale: Tensor | None = None,
 ) -> Form:
     """Check the arguments of `attention` and bring them to normal form."""
     query, key, value = autocast(query, key, value)
@@ -268,6 +269,8 @@ def lower(
         if key.shape[1] != value.shape[1]:  # one head for all
             heads = max(key.shape[1], value.shape[1])
             key, value = key.expand(-1, heads, -1, -1), value.expand(-1, heads, -1, -1)
+    if key_scale is not None:
+        key, value = _scale_keys(key, value, key_scale, lead)
     B, H, Tq, D = query.shape
     Tk = key.shape[2]
     form = lower_problem(problem, lead, Tq, Tk, compute_dtype(query.dtype), query.device, is_causal)
@@ -294,6 +297,34 @@ def lower(
         seed = torch.randint(2**62, (1, 1, 1, 1), device=query.device)
         form.dropout_key = dropout_keys(seed, B, H)
     return form
+
+
+def _scale_keys(key: Tensor, value: Tensor, key_scale: Tensor, lead: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Each key times its multiplier, rounded once to the keys' dtype. Where query heads share a key but not its
+    multiplier, each gets its own copy of keys and values."""
+    if not isinstance(key_scale, Tensor) or not key_scale.is_floating_point():
+        raise TypeError(f"key_scale: expected a floating-point tensor, got {describe(key_scale)}")
+    check_device("key_scale", key_scale, key.device)
+    (*batch, H), (Hkv, Tk) = lead, key.shape[1:3]
+    shape = (1,) * (len(lead) + 1 - key_scale.dim()) + tuple(key_scale.shape)
+    heads = Hkv if shape[-2] in (1, Hkv) else H
+    full = (*batch, heads, Tk)
+    if len(shape) > len(full) or any(s != 1 and s != f for s, f in zip(shape, full, strict=True)):
+        shared = "" if Hkv == H else f" or {[*batch, Hkv, Tk]}"
+        raise ValueError(
+            f"key_scale: expected a shape that broadcasts to [..., H, Tk] = {[*lead, Tk]}{shared}, "
+            f"got {list(key_scale.shape)}"
+        )
+    check_values("key_scale", key_scale, "finite multipliers", torch.isfinite)
+    if heads != Hkv:
+        key, value = (t.repeat_interleave(H // Hkv, 1) for t in (key, value))
+    dtype = compute_dtype(key.dtype)
+    multiplier = key_scale.to(dtype).expand(*batch, shape[-2], Tk).reshape(math.prod(batch), shape[-2], Tk, 1)
+    wide = key.to(dtype)
+    # A key that nobody may read can hold NaN: it stays in its own product, and out of the multiplier's gradient.
+    good = wide.isfinite()
+    scaled = torch.where(good, torch.where(good, wide, 0.0) * multiplier, wide * multiplier.detach())
+    return scaled.to(key.dtype), value
 
 
 def lower_problem(

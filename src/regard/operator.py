@@ -32,6 +32,7 @@ def attention(
     *,
     problem: Transport | None = None,
     softcap: float | None = None,
+    key_scale: Tensor | None = None,
     return_aux: None = None,
     backend: str = "auto",
 ) -> Tensor: ...
@@ -48,6 +49,7 @@ def attention(
     *,
     problem: Transport | None = None,
     softcap: float | None = None,
+    key_scale: Tensor | None = None,
     return_aux: object,
     backend: str = "auto",
 ) -> tuple[Tensor, AuxOutput]: ...
@@ -63,6 +65,7 @@ def attention(
     *,
     problem: Transport | None = None,
     softcap: float | None = None,
+    key_scale: Tensor | None = None,
     return_aux: object = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, AuxOutput]:
@@ -70,12 +73,13 @@ def attention(
 
     The first eight arguments have PyTorch's names, order and meaning. `problem` is a `Transport` (None: softmax); masks
     and `is_causal` (aligned top-left) multiply into its prior. `softcap=c` makes the score c * tanh(scale * qk / c).
+    `key_scale` multiplies each key by a number of its own; it broadcasts to [..., H, Tk] or [..., Hkv, Tk].
     With `return_aux=AuxRequest(...)` the result is (output, AuxOutput). `backend` is "auto" or one of `BACKENDS`; a
     named one that cannot serve the problem raises and never falls back. A row without admissible keys gives 0.
 
     query [..., H, Tq, D], key [..., Hkv, Tk, D], value [..., Hkv, Tk, Dv] -> [..., H, Tq, Dv] in query's dtype.
     """
-    form = lower(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap)
+    form = lower(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap, key_scale)
     statistics = requested(return_aux)
     names = ("out", *statistics)
     results = run(form, names, backend)
@@ -117,12 +121,13 @@ def select_backend(
     *,
     problem: Transport | None = None,
     softcap: float | None = None,
+    key_scale: Tensor | None = None,
     return_aux: object = None,
     backend: str = "auto",
 ) -> Choice:
     """Which backend `attention` would take for these arguments, with the reasons against the others."""
     with torch.random.fork_rng(devices=[]):  # lowering draws dropout's seed; asking must not
-        form = lower(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap)
+        form = lower(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap, key_scale)
     return _choose(form, ("out", *requested(return_aux)), backend)
 
 

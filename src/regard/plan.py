@@ -189,9 +189,10 @@ def weights_at(
     enable_gqa: bool = False,
     problem: Transport | None = None,
     softcap: float | None = None,
+    key_scale: Tensor | None = None,
 ) -> Tensor:
     """The weights of chosen keys: integers that broadcast to [..., H, Tq, n] -> [..., H, Tq, n]. Not differentiable."""
-    form, lead = _lower_plan(query, key, attn_mask, is_causal, scale, enable_gqa, problem, softcap)
+    form, lead = _lower_plan(query, key, attn_mask, is_causal, scale, enable_gqa, problem, softcap, key_scale)
     B, H, Tq, Tk = form.shape
     if not isinstance(index, Tensor) or index.is_floating_point() or index.dtype == torch.bool:
         raise TypeError(f"index: expected an integer tensor, got {describe(index)}")
@@ -228,12 +229,13 @@ def topk(
     enable_gqa: bool = False,
     problem: Transport | None = None,
     softcap: float | None = None,
+    key_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The n largest weights of each row and their keys: (weights, indices), [..., H, Tq, n]. Not differentiable.
 
     Where a row has fewer than n keys with mass, the rest of its weights are 0 and their indices any other keys.
     """
-    form, lead = _lower_plan(query, key, attn_mask, is_causal, scale, enable_gqa, problem, softcap)
+    form, lead = _lower_plan(query, key, attn_mask, is_causal, scale, enable_gqa, problem, softcap, key_scale)
     B, H, Tq, Tk = form.shape
     if not is_integer(n) or not 0 <= n <= Tk:
         raise ValueError(f"n: expected an int from 0 to Tk={Tk}, got {describe(n)}")
@@ -260,12 +262,13 @@ def block_mass(
     enable_gqa: bool = False,
     problem: Transport | None = None,
     softcap: float | None = None,
+    key_scale: Tensor | None = None,
 ) -> Tensor:
     """The plan pooled to blocks: the mean over a block's queries of the mass sent to each block of keys.
 
     [..., H, ceil(Tq/block), ceil(Tk/block)]; a row sums to its queries' mean mass, 1 for plain rows. No gradient.
     """
-    form, lead = _lower_plan(query, key, attn_mask, is_causal, scale, enable_gqa, problem, softcap)
+    form, lead = _lower_plan(query, key, attn_mask, is_causal, scale, enable_gqa, problem, softcap, key_scale)
     if not is_integer(block) or block < 1:
         raise ValueError(f"block: expected a positive int, got {describe(block)}")
     block = int(block)
@@ -295,9 +298,10 @@ def _lower_plan(
     enable_gqa: bool,
     problem: Transport | None,
     softcap: float | None,
+    key_scale: Tensor | None,
 ) -> tuple[Form, tuple[int, ...]]:
     """The form of a plan whose values nobody asks for, and the caller's leading dimensions."""
-    form = lower(query, key, key, attn_mask, 0.0, is_causal, scale, enable_gqa, problem, softcap)
+    form = lower(query, key, key, attn_mask, 0.0, is_causal, scale, enable_gqa, problem, softcap, key_scale)
     rank = max(query.dim(), key.dim())
     batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
     return form, (*batch, form.shape[1]) if rank > 2 else ()
