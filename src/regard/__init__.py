@@ -2,7 +2,7 @@
 
 from .operator import Choice, attention, select_backend
 from .plan import Certificate, Plan, block_mass, certify, solve, topk, weights_at
-from .problem import ALiBi, Bias, Causal, Documents, Free, Rows, Transport, Window
+from .problem import ALiBi, Bias, Causal, Documents, Free, MatchEntropy, MatchKL, Rows, Transport, Window
 from .regularizers import KL, FDivergence, FermiDirac, Tsallis
 from .statistics import AuxOutput, AuxRequest
 
@@ -21,6 +21,8 @@ __all__ = [
     "FDivergence",
     "FermiDirac",
     "Free",
+    "MatchEntropy",
+    "MatchKL",
     "Plan",
     "Rows",
     "Transport",

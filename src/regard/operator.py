@@ -8,12 +8,12 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from . import ops
+from . import budget, ops
 from .backends import native, sdpa
 from .backends import torch as definition
 from .form import Form, lower
 from .parts import describe
-from .problem import Transport
+from .problem import Budget, Transport
 from .statistics import AuxOutput, requested, undefined
 
 BACKENDS = {"native": native, "sdpa": sdpa, "torch": definition}
@@ -78,8 +78,12 @@ def attention(
     form = lower(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap)
     statistics = requested(return_aux)
     names = ("out", *statistics)
-    choice = _choose(form, names, backend)
-    results = {"out": sdpa.forward(form)} if choice.backend == "sdpa" else ops.run(choice.backend, form, names)
+    if problem is not None and isinstance(problem.temperature, Budget):
+        choice = _choose(form, (*names, *budget.MEASURED), backend)
+        results = budget.run(choice.backend, form, names, problem.temperature)
+    else:
+        choice = _choose(form, names, backend)
+        results = {"out": sdpa.forward(form)} if choice.backend == "sdpa" else ops.run(choice.backend, form, names)
     assert form.query is not None
     out = results["out"]
     if out.dtype != form.query.dtype:  # which autocast may have changed
@@ -116,7 +120,8 @@ def select_backend(
     """Which backend `attention` would take for these arguments, with the reasons against the others."""
     with torch.random.fork_rng(devices=[]):  # lowering draws dropout's seed; asking must not
         form = lower(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap)
-    return _choose(form, ("out", *requested(return_aux)), backend)
+    measured = budget.MEASURED if problem is not None and isinstance(problem.temperature, Budget) else ()
+    return _choose(form, ("out", *requested(return_aux), *measured), backend)
 
 
 def _choose(form: Form, names: tuple[str, ...], backend: str) -> Choice:

@@ -13,10 +13,11 @@ from torch.utils import _pytree as pytree
 
 from .backends import native
 from .backends import torch as definition
+from .budget import match, match_scores
 from .checks import concrete
 from .form import Form, lower, lower_problem
 from .parts import describe, is_integer
-from .problem import Transport
+from .problem import Budget, Transport
 from .statistics import Solution, primal
 
 # --- solve and certify ------------------------------------------------------------------------------------------------
@@ -87,7 +88,13 @@ def solve(scores: Tensor, problem: Transport | None = None) -> Plan:
     """The optimal plan for scores [..., Tk] or [..., H, Tq, Tk], with its dual. Differentiable; stores the plan."""
     problem = Transport() if problem is None else problem
     form, folded = _lower_scores(scores, problem)
-    rows = definition.solve_rows(form, folded, order=2)
+    if isinstance(problem.temperature, Budget):
+        form, hard = match_scores(form, folded, problem.temperature)
+        rows = definition.solve_rows(form, folded, order=2)
+        # At a temperature near 0 rounding would be all of the gradient.
+        rows.weights, rows.dual = (torch.where(hard, t.detach(), t) for t in (rows.weights, rows.dual))
+    else:
+        rows = definition.solve_rows(form, folded, order=2)
     weights = rows.weights[..., : scores.shape[-1]].reshape(scores.shape)
     return Plan(weights.to(scores.dtype), rows.dual.reshape(scores.shape[:-1]), scores, problem)
 
@@ -103,6 +110,8 @@ def certify(scores: Tensor, weights: Tensor, problem: Transport | None = None) -
         # float64 lives on the CPU for sure.
         on_cpu = pytree.tree_map(lambda t: t.detach().cpu(), problem)
         form, folded = _lower_scores(scores.detach().cpu(), on_cpu, torch.float64)
+        if isinstance(problem.temperature, Budget):
+            form, _ = match_scores(form, folded, on_cpu.temperature)
         best = definition.solve_rows(form, folded, order=2)
         p = weights.detach().cpu().reshape(folded.shape).double()
         # Rows without any key are solved as one key that is not admissible.
@@ -298,6 +307,9 @@ def _lower_plan(
 ) -> tuple[Form, tuple[int, ...]]:
     """The form of a plan whose values nobody asks for, and the caller's leading dimensions."""
     form = lower(query, key, key, attn_mask, 0.0, is_causal, scale, enable_gqa, problem, softcap)
+    if problem is not None and isinstance(problem.temperature, Budget):
+        with torch.no_grad():
+            form, _ = match("native" if _native_serves(form) else "torch", form, problem.temperature)
     rank = max(query.dim(), key.dim())
     batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
     return form, (*batch, form.shape[1]) if rank > 2 else ()
