@@ -253,8 +253,12 @@ def match(backend: str, form: Form, budget: Budget) -> tuple[Form, Tensor]:
     narrow = dataclasses.replace(
         form, value=form.key.detach()[..., :0], temperature=1.0, dropout_p=0.0, dropout_key=None
     )
-    arguments = ops._to_arguments(narrow)
-    temperature, state = torch.ops.regard.match(backend, budget.statistic, target, *arguments)
+    if torch.compiler.is_compiling():
+        temperature, state = torch.ops.regard.match(backend, budget.statistic, target, *ops._to_arguments(narrow))
+    else:
+        slots = narrow.tensors() | {"budget": target}
+        outcome = Match.apply(ops._skeleton(narrow), tuple(slots), backend, budget.statistic, *slots.values())
+        temperature, state = outcome  # type: ignore[misc]
     return dataclasses.replace(form, temperature=temperature, hard=False), state == _HARD
 
 
@@ -287,66 +291,31 @@ def _without_scores(form: Form) -> Form:
     )
 
 
-@torch.library.custom_op(
-    "regard::match",
-    mutates_args=(),
-    schema=f"(str backend, str statistic, Tensor budget, {ops._SCHEMA}) -> (Tensor, Tensor)",
-)
-def match_op(backend: str, statistic: str, budget: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    form, solver = ops._from_arguments(arguments), ops.BACKENDS[backend]
+def _temperatures(backend: str, statistic: str, budget: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    """The rows' temperatures and what became of each, [B, H, Tq, 1]."""
+    solver = ops.BACKENDS[backend]
     assert form.query is not None
     B, H, Tq, _ = form.shape
     if 0 in (B, H, Tq):
-        return form.query.new_ones((B, H, Tq, 1), dtype=form.dtype), torch.zeros(
-            (B, H, Tq, 1), dtype=torch.int64, device=form.query.device
-        )
+        nothing = form.query.new_ones((B, H, Tq, 1), dtype=form.dtype)
+        return nothing, nothing.long()
     forms = {False: form}
 
     def measure(temperature: Tensor, rows: slice, exact: bool) -> tuple[Tensor, Tensor]:
         if exact not in forms:
-            forms[exact] = form if form.query.dtype == torch.float64 else _doubled(form)  # type: ignore[union-attr]
+            forms[exact] = form if form.dtype == torch.float64 else _doubled(form)
         whole = forms[exact]
         part = dataclasses.replace(_rows_of(whole, rows), temperature=temperature[..., None].to(whole.dtype))
         found = solver.forward(part, MEASURED)
         return found["kl"], found["score_variance"]
 
-    count = torch.ones((), device=budget.device)
-    if statistic == "entropy":
-        count = solver.forward(_without_scores(form), ("support",))["support"]
-    wanted = _as_kl(statistic, budget.double(), count).expand(B, H, Tq).clone()
-    x, state = _search(measure, wanted, _tolerances(form.query.dtype))
-    return _finish(x, state, wanted, form.dtype), state[..., None].clone()
-
-
-@match_op.register_fake
-def _(backend: str, statistic: str, budget: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    form = ops._from_arguments(arguments)
-    assert form.query is not None
-    shape = (*form.shape[:3], 1)
-    return form.query.new_empty(shape, dtype=form.dtype), form.query.new_empty(shape, dtype=torch.int64)
-
-
-@torch.library.custom_op(
-    "regard::match_backward",
-    mutates_args=(),
-    schema="(str backend, str statistic, str needed, Tensor grad, Tensor temperature, Tensor state, Tensor budget, "
-    f"{ops._SCHEMA}) -> Tensor[]",
-)
-def match_backward_op(
-    backend: str,
-    statistic: str,
-    needed: str,
-    grad: Tensor,
-    temperature: Tensor,
-    state: Tensor,
-    budget: Tensor,
-    *arguments: Any,
-) -> list[Tensor]:
-    wanted = tuple(needed.split(","))
-    form = dataclasses.replace(ops._from_arguments(arguments), temperature=temperature)
-    with ops.autograd_inside():
-        found = _gradients(backend, statistic, wanted, form, grad, state, budget)
-    return [found[slot] for slot in wanted]
+    with torch.no_grad():
+        count = torch.ones((), device=budget.device)
+        if statistic == "entropy":
+            count = solver.forward(_without_scores(form), ("support",))["support"]
+        wanted = _as_kl(statistic, budget.double(), count).expand(B, H, Tq).clone()
+        x, state = _search(measure, wanted, _tolerances(form.query.dtype))
+        return _finish(x, state, wanted, form.dtype), state[..., None].clone()
 
 
 def _gradients(
@@ -397,13 +366,114 @@ def _linear_gradients(form: Form, slots: tuple[str, ...], rate: Tensor) -> dict[
     return found
 
 
+# In eager mode an autograd Function, which also serves torch.func.grad.
+
+_NO_VMAP = "MatchKL, MatchEntropy: vmap is not served; fold its dimension into the batch instead"
+
+
+class Match(torch.autograd.Function):
+    """apply(form, slots, backend, statistic, *tensors) -> temperatures, states; the tensors fill the form's slots, and
+    "budget"."""
+
+    @staticmethod
+    def forward(form: Form, slots: tuple, backend: str, statistic: str, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        by_slot = dict(zip(slots, tensors, strict=True))
+        return _temperatures(backend, statistic, by_slot.pop("budget"), form.with_tensors(by_slot))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.form, ctx.slots, ctx.backend, ctx.statistic, *tensors = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple:  # type: ignore[override]
+        needed = tuple(s for s, need in zip(ctx.slots, ctx.needs_input_grad[4:], strict=True) if need)
+        how = (ctx.form, ctx.slots, ctx.backend, ctx.statistic, needed)
+        found = dict(zip(needed, MatchBackward.apply(how, grad, *ctx.saved_tensors), strict=True))  # type: ignore[arg-type]
+        return (None,) * 4 + tuple(found.get(slot) for slot in ctx.slots)
+
+    @staticmethod
+    def vmap(*_: Any) -> tuple:  # type: ignore[override]
+        raise NotImplementedError(_NO_VMAP)
+
+
+class MatchBackward(torch.autograd.Function):
+    """apply(how, gradient, *slots, temperatures, states) -> gradients of the slots needed."""
+
+    @staticmethod
+    def forward(how: tuple, grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        form, slots, backend, statistic, needed = how
+        *given, temperature, state = tensors
+        by_slot = dict(zip(slots, given, strict=True))
+        budget = by_slot.pop("budget")
+        form = dataclasses.replace(form.with_tensors(by_slot), temperature=temperature)
+        found = _gradients(backend, statistic, needed, form, grad, state, budget)
+        return tuple(found[slot] for slot in needed)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple:
+        raise NotImplementedError("MatchKL, MatchEntropy: a temperature that meets a budget is differentiated once")
+
+    @staticmethod
+    def vmap(*_: Any) -> tuple:  # type: ignore[override]
+        raise NotImplementedError(_NO_VMAP)
+
+
+# While compiling, an operator: the search is opaque to the compiler.
+
+
+@torch.library.custom_op(
+    "regard::match",
+    mutates_args=(),
+    schema=f"(str backend, str statistic, Tensor budget, {ops._SCHEMA}) -> (Tensor, Tensor)",
+)
+def match_op(backend: str, statistic: str, budget: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return _temperatures(backend, statistic, budget, ops._from_arguments(arguments))
+
+
+@match_op.register_fake
+def _(backend: str, statistic: str, budget: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    form = ops._from_arguments(arguments)
+    assert form.query is not None
+    shape = (*form.shape[:3], 1)
+    return form.query.new_empty(shape, dtype=form.dtype), form.query.new_empty(shape, dtype=torch.int64)
+
+
+@torch.library.custom_op(
+    "regard::match_backward",
+    mutates_args=(),
+    schema="(str backend, str statistic, str needed, Tensor grad, Tensor matched, Tensor state, Tensor budget, "
+    f"{ops._SCHEMA}) -> Tensor[]",
+)
+def match_backward_op(
+    backend: str,
+    statistic: str,
+    needed: str,
+    grad: Tensor,
+    matched: Tensor,
+    state: Tensor,
+    budget: Tensor,
+    *arguments: Any,
+) -> list[Tensor]:
+    wanted = tuple(needed.split(","))
+    form = dataclasses.replace(ops._from_arguments(arguments), temperature=matched)
+    with ops.autograd_inside():
+        found = _gradients(backend, statistic, wanted, form, grad, state, budget)
+    return [found[slot] for slot in wanted]
+
+
 @match_backward_op.register_fake
 def _(
     backend: str,
     statistic: str,
     needed: str,
     grad: Tensor,
-    temperature: Tensor,
+    matched: Tensor,
     state: Tensor,
     budget: Tensor,
     *arguments: Any,
@@ -435,9 +505,4 @@ def _pull(ctx: Any, grad: Tensor, _: Any) -> tuple:
     return (None, None, found.pop("budget", None), *ops.by_argument(form, found))
 
 
-def _once(ctx: Any, *grads: Any) -> tuple:
-    raise NotImplementedError("MatchKL, MatchEntropy: a temperature that meets a budget can be differentiated once")
-
-
 match_op.register_autograd(_pull, setup_context=_setup)
-match_backward_op.register_autograd(_once, setup_context=lambda ctx, inputs, output: None)
