@@ -1,7 +1,7 @@
 """regard: attention, declared as a transport problem."""
 
 from .operator import Choice, attention, select_backend
-from .plan import Certificate, Plan, block_mass, certify, solve, topk, weights_at
+from .plan import Certificate, Path, Plan, block_mass, certify, path, solve, topk, weights_at
 from .problem import ALiBi, Bias, Causal, Documents, Free, MatchEntropy, MatchKL, Rows, Transport, Window
 from .regularizers import KL, FDivergence, FermiDirac, Tsallis
 from .statistics import AuxOutput, AuxRequest
@@ -23,6 +23,7 @@ __all__ = [
     "Free",
     "MatchEntropy",
     "MatchKL",
+    "Path",
     "Plan",
     "Rows",
     "Transport",
@@ -31,6 +32,7 @@ __all__ = [
     "attention",
     "block_mass",
     "certify",
+    "path",
     "select_backend",
     "solve",
     "topk",
