@@ -40,11 +40,16 @@ def _extremes(dtype: torch.dtype) -> tuple[float, float]:
 
 # --- the search -------------------------------------------------------------------------------------------------------
 
-# measure(temperature [B, H, Tq, 1], rows, exact) -> KL, Var_p(y), each [B, H, rows]; exact: in float64
+# measure(temperature, rows, exact) -> KL, Var_p(y); all [B, H, rows]; exact: in float64
 Measure = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor]]
 
 
-def _search(measure: Measure, budget: Tensor, tolerances: list[tuple[bool, float]]) -> tuple[Tensor, Tensor]:
+def _search(
+    measure: Measure,
+    hardest: Callable[[slice], Tensor],  # KL of the hard plan of these rows, in float64
+    budget: Tensor,
+    tolerances: list[tuple[bool, float]],
+) -> tuple[Tensor, Tensor]:
     """ln beta of each row [B, H, Tq], and what became of it (_INSIDE, _FIXED or _HARD); all in float64.
 
     Newton is done on the logarithm of KL / (KL_hard - KL) in ln beta: nearly straight near either end. The hard plan's
@@ -72,9 +77,7 @@ def _search(measure: Measure, budget: Tensor, tolerances: list[tuple[bool, float
             doubtful = active & (high == math.inf)
             if number >= 1 and not looked and (rows := _span(doubtful)) is not None:
                 looked = True
-                cold, _ = _extremes(torch.float64)
-                hardest, _ = measure(torch.full_like(x[:, :, rows], cold), rows, True)
-                most[:, :, rows] = hardest.double()
+                most[:, :, rows] = hardest(rows)
                 # Within rounding of the hard plan there is nothing to search for.
                 beyond = doubtful & (budget >= most * (1 - 1e-9))
                 state = torch.where(beyond, torch.where(most <= 1e-12, _FIXED, _HARD), state)
@@ -130,6 +133,10 @@ def _tolerances(dtype: torch.dtype) -> list[tuple[bool, float]]:
     return [(False, 2e-2), (True, 1e-3)] if dtype == torch.float32 else [(False, 1e-3)]
 
 
+def _cold(like: Tensor) -> Tensor:
+    return torch.full_like(like, _extremes(torch.float64)[0])
+
+
 def _finish(x: Tensor, state: Tensor, budget: Tensor, dtype: torch.dtype) -> Tensor:
     """Temperatures [B, H, Tq, 1] in the compute dtype."""
     cold, hot = _extremes(dtype)
@@ -141,9 +148,9 @@ def _finish(x: Tensor, state: Tensor, budget: Tensor, dtype: torch.dtype) -> Ten
 # --- scores in memory -------------------------------------------------------------------------------------------------
 
 
-def match_scores(form: Form, scores: Tensor, budget: Budget) -> tuple[Form, Tensor]:
-    """The form of rows whose scores [B, H, Tq, Tk] are at hand, with the temperatures that meet the budget, and where
-    they stand for 0. Differentiable (once)."""
+def match_scores(form: Form, scores: Tensor, budget: Budget) -> Form:
+    """The form of rows whose scores [B, H, Tq, Tk] are at hand, with the temperatures that meet the budget.
+    Differentiable (once)."""
     B, H, Tq, Tk = scores.shape
     form = dataclasses.replace(form, hard=False)
     target = _row_budget(form, budget, B, H, Tq, scores.dtype, scores.device)
@@ -168,10 +175,10 @@ def match_scores(form: Form, scores: Tensor, budget: Budget) -> tuple[Form, Tens
             else admissible.expand(B, H, Tq, Tk).sum(-1)
         )
         wanted = _as_kl(budget.statistic, target.double(), count).expand(B, H, Tq).clone()
-        x, state = _search(measure, wanted, [(True, 1e-5)])
+        x, state = _search(measure, lambda rows: measure(_cold(wanted[:, :, rows]), rows, True)[0], wanted, [(True, 1e-5)])
         temperature = _finish(x, state, wanted, scores.dtype)
         _, variance = measure((-x).exp(), slice(0, Tq), True)
-    inside = (state == _INSIDE)[..., None]
+    inside, hard = (state == _INSIDE)[..., None], (state == _HARD)[..., None]
     if torch.is_grad_enabled():
         # One more step of Newton: its value is 0, its derivative that of the root.
         sign = -1.0 if budget.statistic == "entropy" else 1.0
@@ -180,7 +187,13 @@ def match_scores(form: Form, scores: Tensor, budget: Budget) -> tuple[Form, Tens
         rate = torch.where(inside, temperature.double() / variance[..., None], 0.0).to(scores.dtype)
         moved = temperature + torch.where(inside, off - off.detach(), 0.0) * rate
         temperature = torch.where(inside, moved, temperature)
-    return dataclasses.replace(form, temperature=temperature), (state == _HARD)[..., None]
+    return _hard_routing(dataclasses.replace(form, temperature=temperature), hard)
+
+
+def _hard_routing(form: Form, hard: Tensor) -> Form:
+    """With temperature 0 itself where it may stand: the definition has it."""
+    assert isinstance(form.temperature, Tensor)
+    return dataclasses.replace(form, temperature=torch.where(hard, 0.0, form.temperature), hard=True)
 
 
 def _row_budget(
@@ -218,6 +231,8 @@ def _as_kl(statistic: str, target: Tensor, count: Tensor) -> Tensor:
 def run(backend: str, form: Form, names: tuple[str, ...], budget: Budget) -> dict[str, Tensor]:
     """Output and statistics by a backend, at the temperatures that meet the budget."""
     form, hard = match(backend, form, budget)
+    if backend == "torch":
+        return ops.run(backend, _hard_routing(form, hard), names)
     results = ops.run(backend, form, names)
     if not torch.is_grad_enabled() or not any(result.requires_grad for result in results.values()):
         if not torch._C._are_functorch_transforms_active():
@@ -309,12 +324,20 @@ def _temperatures(backend: str, statistic: str, budget: Tensor, form: Form) -> t
         found = solver.forward(part, MEASURED)
         return found["kl"], found["score_variance"]
 
+    def hardest(rows: slice) -> Tensor:
+        cold = _cold(torch.empty(B, H, rows.stop - rows.start, dtype=torch.float64, device=budget.device))
+        if form.log_priors or form.slopes is not None:
+            # The engine adds log pi to s/tau: as cold as lets its digits count.
+            best = solver.forward(_rows_of(form, rows), ("max_scores",))["max_scores"].double()
+            cold = torch.where(best.isfinite(), 1e-6 * best.abs(), 1.0).clamp(min=1e-100)
+        return measure(cold, rows, True)[0]
+
     with torch.no_grad():
         count = torch.ones((), device=budget.device)
         if statistic == "entropy":
             count = solver.forward(_without_scores(form), ("support",))["support"]
         wanted = _as_kl(statistic, budget.double(), count).expand(B, H, Tq).clone()
-        x, state = _search(measure, wanted, _tolerances(form.query.dtype))
+        x, state = _search(measure, hardest, wanted, _tolerances(form.query.dtype))
         return _finish(x, state, wanted, form.dtype), state[..., None].clone()
 
 
