@@ -3,8 +3,8 @@
 from . import geometry as geometry  # a module, not a name of __all__
 from .estimation import Calibration, Estimate, Evidence, calibrate, estimate, evidence
 from .operator import Choice, attention, select_backend
-from .plan import Certificate, Plan, block_mass, certify, solve, topk, weights_at
-from .problem import ALiBi, Bias, Causal, Documents, Free, Rows, Transport, Window
+from .plan import Certificate, Path, Plan, block_mass, certify, path, solve, topk, weights_at
+from .problem import ALiBi, Bias, Causal, Documents, Free, MatchEntropy, MatchKL, Rows, Transport, Window
 from .regularizers import KL, FDivergence, FermiDirac, Tsallis
 from .statistics import AuxOutput, AuxRequest
 
@@ -26,6 +26,9 @@ __all__ = [
     "FDivergence",
     "FermiDirac",
     "Free",
+    "MatchEntropy",
+    "MatchKL",
+    "Path",
     "Plan",
     "Rows",
     "Transport",
@@ -37,6 +40,7 @@ __all__ = [
     "certify",
     "estimate",
     "evidence",
+    "path",
     "select_backend",
     "solve",
     "topk",

@@ -34,6 +34,7 @@ from .parts import Scalar, describe
 from .problem import (
     ALiBi,
     Bias,
+    Budget,
     Causal,
     Documents,
     Free,
@@ -370,9 +371,12 @@ def lower_problem(
     else:
         raise NotImplementedError(f"problem: no solver for the marginal {marginal!r}")
 
-    form.temperature = row("temperature", problem.temperature, per_head=False)
-    check_values("temperature", form.temperature, "temperature >= 0", lambda tau: (tau >= 0) & tau.isfinite())
-    form.hard = may_be_zero(form.temperature)
+    if isinstance(problem.temperature, Budget):
+        form.temperature = torch.ones(1, 1, 1, 1, dtype=dtype, device=device)  # `budget` finds the rows' own
+    else:
+        form.temperature = row("temperature", problem.temperature, per_head=False)
+        check_values("temperature", form.temperature, "temperature >= 0", lambda tau: (tau >= 0) & tau.isfinite())
+        form.hard = may_be_zero(form.temperature)
     _lower_prior(form, problem.prior, lead, Tq, Tk, dtype, device, is_causal)
     # Keys that take at most pi each (Fermi-Dirac) share by other rules than "the best takes all".
     weighted = form.marginal != "rows" or form.mass != 1 or form.log_priors or form.slopes is not None

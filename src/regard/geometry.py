@@ -26,7 +26,7 @@ from .checks import check_values, number
 from .form import Form, known_hard, lower
 from .parts import Scalar, check_scalar, describe, is_integer, positive
 from .plan import _lower_scores
-from .problem import Transport
+from .problem import Budget, Transport
 
 # --- on scores and weights --------------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class _Rows:
 
 def _rows(scores: Tensor, problem: Transport | None) -> _Rows:
     form, folded = _lower_scores(scores, Transport() if problem is None else problem)
-    _refuse_hard(form)
+    _refuse(problem, form)
     rows = definition.solve_rows(form, folded, order=2, rates=True)
     rates, slack, temperature, admissible = rows.rates, rows.slack, rows.temperature, rows.admissible
     assert rates is not None and admissible is not None  # a score of -inf forbids, so there is a mask
@@ -207,6 +207,7 @@ def fisher_vector_product(
     pass of whichever backend serves the problem gives it.
     """
     form = lower(query, key, key, attn_mask, 0.0, is_causal, scale, enable_gqa, problem)
+    _refuse(problem, form)
     product = _hessian_product(form, query, key, tangent)
     return operator._unfold(product / form.temperature, query, key, key).to(query.dtype)
 
@@ -224,12 +225,12 @@ def free_energy_hvp(
 ) -> Tensor:
     """The Hessian of F, as a function of each query, times a tangent: tau times `fisher_vector_product`."""
     form = lower(query, key, key, attn_mask, 0.0, is_causal, scale, enable_gqa, problem)
+    _refuse(problem, form)
     return operator._unfold(_hessian_product(form, query, key, tangent), query, key, key).to(query.dtype)
 
 
 def _hessian_product(form: Form, query: Tensor, key: Tensor, tangent: Tensor) -> Tensor:
     """scale^2/tau Cov_w(k) t, [B, H, Tq, D] in the compute dtype."""
-    _refuse_hard(form)
     assert form.query is not None
     shape = operator._unfold(form.query, query, key, key).shape
     _check_tangent("tangent", tangent, shape, query.device)
@@ -311,7 +312,7 @@ def natural_attention(
     """
     damping = number("damping", damping, "a positive, finite number", positive)
     form = lower(query, key, value, None, 0.0, is_causal, scale, False, problem)
-    _refuse_hard(form)
+    _refuse(problem, form)
     for slot, tensor in form.tensors().items():
         if tensor.requires_grad and slot not in ("query", "key", "value"):
             raise NotImplementedError(
@@ -421,6 +422,11 @@ def _check_tangent(name: str, tangent: Tensor, shape: torch.Size, device: torch.
         raise ValueError(f"{name}: expected a tensor on {device}, got one on {tangent.device}")
 
 
-def _refuse_hard(form: Form) -> None:
+def _refuse(problem: Transport | None, form: Form) -> None:
+    if problem is not None and isinstance(problem.temperature, Budget):
+        raise ValueError(
+            f"temperature: expected a number or a tensor (the metric is that of a fixed temperature), "
+            f"got {problem.temperature!r}"
+        )
     if known_hard(form):
         raise ValueError("temperature: expected temperature > 0 (at 0 the plan does not move), got 0")

@@ -8,12 +8,12 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from . import ops
+from . import budget, ops
 from .backends import native, sdpa
 from .backends import torch as definition
 from .form import Form, lower
 from .parts import describe
-from .problem import Transport
+from .problem import Budget, Transport
 from .statistics import AuxOutput, requested, undefined
 
 BACKENDS = {"native": native, "sdpa": sdpa, "torch": definition}
@@ -82,7 +82,7 @@ def attention(
     form = lower(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap, key_scale)
     statistics = requested(return_aux)
     names = ("out", *statistics)
-    results = run(form, names, backend)
+    results = run(form, names, backend, _budget(problem))
     assert form.query is not None
     out = results["out"]
     if out.dtype != form.query.dtype:  # which autocast may have changed
@@ -93,12 +93,22 @@ def attention(
     return out, AuxOutput(**{name: _unfold(results[name], query, key, value) for name in statistics})
 
 
-def run(form: Form, names: tuple[str, ...], backend: str = "auto") -> dict[str, Tensor]:
+def run(
+    form: Form, names: tuple[str, ...], backend: str = "auto", to_meet: Budget | None = None
+) -> dict[str, Tensor]:
     """Output and statistics of a lowered problem, by the backend named or chosen."""
+    if to_meet is not None:
+        choice = _choose(form, (*names, *budget.MEASURED), backend)
+        return budget.run(choice.backend, form, names, to_meet)
     choice = _choose(form, names, backend)
     if choice.backend == "sdpa" and not ops.forward_mode():  # PyTorch's own autograd
         return {"out": sdpa.attend(form)}
     return ops.run(choice.backend, form, names)
+
+
+def _budget(problem: Transport | None) -> Budget | None:
+    """What the rows' temperatures are to meet, if they are not given."""
+    return problem.temperature if problem is not None and isinstance(problem.temperature, Budget) else None
 
 
 @dataclass(frozen=True)
@@ -128,7 +138,8 @@ def select_backend(
     """Which backend `attention` would take for these arguments, with the reasons against the others."""
     with torch.random.fork_rng(devices=[]):  # lowering draws dropout's seed; asking must not
         form = lower(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap, key_scale)
-    return _choose(form, ("out", *requested(return_aux)), backend)
+    measured = () if _budget(problem) is None else budget.MEASURED
+    return _choose(form, ("out", *requested(return_aux), *measured), backend)
 
 
 def _choose(form: Form, names: tuple[str, ...], backend: str) -> Choice:

@@ -351,11 +351,15 @@ def attend_backward_op(
     wanted = tuple(needed.split(","))
     by_name = dict(zip(names.split(","), outputs, strict=True))
     by_grad = dict(zip(incoming.split(","), grads, strict=True))
-    # An operator's body runs below autograd; a backend may want autograd inside.
-    inside, outside = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    with torch._C._ForceDispatchKeyGuard(inside, outside - _AUTOGRAD):
+    with autograd_inside():
         found = BACKENDS[backend].backward(_from_arguments(arguments), wanted, by_name, by_grad)
     return [found[slot] for slot in wanted]
+
+
+def autograd_inside() -> Any:
+    """An operator's body runs below autograd; a backend may want autograd inside."""
+    inside, outside = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    return torch._C._ForceDispatchKeyGuard(inside, outside - _AUTOGRAD)
 
 
 _AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality) | torch._C.DispatchKeySet(
@@ -406,13 +410,18 @@ def _gradient(ctx: Any, grads: list[Tensor | None]) -> tuple:
                 strict=True,
             )
         )
-    by_argument: list[Any] = [None, None]
+    return (None, None, *by_argument(form, found))
+
+
+def by_argument(form: Form, found: dict[str, Tensor]) -> list[Any]:
+    """Gradients by slot, in the order of the schema."""
+    ordered: list[Any] = []
     for name, kind in _FIELDS:
         if kind == "list[Tensor]":
-            by_argument.append([found.get(f"{name}.{i}") for i in range(len(getattr(form, name)))])
+            ordered.append([found.get(f"{name}.{i}") for i in range(len(getattr(form, name)))])
         else:
-            by_argument += [None, found.get(name)] if kind == "Scalar" else [found.get(name)]
-    return tuple(by_argument)
+            ordered += [None, found.get(name)] if kind == "Scalar" else [found.get(name)]
+    return ordered
 
 
 attend_op.register_autograd(_gradient, setup_context=_setup)

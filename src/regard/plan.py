@@ -4,8 +4,8 @@ store (`weights_at`, `topk`, `block_mass`)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -13,11 +13,12 @@ from torch.utils import _pytree as pytree
 
 from .backends import native
 from .backends import torch as definition
+from .budget import match, match_scores
 from .checks import concrete
 from .form import Form, lower, lower_problem
 from .parts import describe, is_integer
-from .problem import Transport
-from .statistics import Solution, primal
+from .problem import Budget, Transport
+from .statistics import STATISTICS, Solution, primal
 
 # --- solve and certify ------------------------------------------------------------------------------------------------
 
@@ -87,6 +88,8 @@ def solve(scores: Tensor, problem: Transport | None = None) -> Plan:
     """The optimal plan for scores [..., Tk] or [..., H, Tq, Tk], with its dual. Differentiable; stores the plan."""
     problem = Transport() if problem is None else problem
     form, folded = _lower_scores(scores, problem)
+    if isinstance(problem.temperature, Budget):
+        form = match_scores(form, folded, problem.temperature)
     rows = definition.solve_rows(form, folded, order=2)
     weights = rows.weights[..., : scores.shape[-1]].reshape(scores.shape)
     return Plan(weights.to(scores.dtype), rows.dual.reshape(scores.shape[:-1]), scores, problem)
@@ -103,6 +106,8 @@ def certify(scores: Tensor, weights: Tensor, problem: Transport | None = None) -
         # float64 lives on the CPU for sure.
         on_cpu = pytree.tree_map(lambda t: t.detach().cpu(), problem)
         form, folded = _lower_scores(scores.detach().cpu(), on_cpu, torch.float64)
+        if isinstance(problem.temperature, Budget):
+            form = match_scores(form, folded, on_cpu.temperature)
         best = definition.solve_rows(form, folded, order=2)
         p = weights.detach().cpu().reshape(folded.shape).double()
         # Rows without any key are solved as one key that is not admissible.
@@ -173,6 +178,49 @@ def _dual_value(best: Solution) -> Tensor:
     elif form.marginal != "free":
         total = total + price * form.mass
     return total.squeeze(-1)
+
+
+# --- the path along the temperature -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Path:
+    """What becomes of rows as they cool or warm: each field [n, ...rows], one slice per temperature (itself [n]).
+
+    expected_score  sum_j p_j s_j
+    entropy, kl     of the plan, and to the normalised prior
+    variance        Var_p(s/tau): for KL rows the slope of kl in -log tau, and of entropy in log tau if the prior is 0/1
+    value           the optimum F, a soft maximum of the scores
+    """
+
+    temperature: Tensor
+    expected_score: Tensor
+    entropy: Tensor
+    kl: Tensor
+    variance: Tensor
+    value: Tensor
+
+
+def path(scores: Tensor, temperatures: Tensor | Sequence[float], problem: Transport | None = None) -> Path:
+    """The plans of scores [..., Tk] or [..., H, Tq, Tk] at each of n temperatures (0 is hard routing, where the problem
+    has it), which replace the problem's own. Differentiable in the scores; stores one plan at a time."""
+    problem = Transport() if problem is None else problem
+    given = temperatures if isinstance(temperatures, Tensor) else torch.tensor(list(temperatures), dtype=torch.float64)
+    if given.dim() != 1 or not given.is_floating_point():
+        raise ValueError(f"temperatures: expected n numbers, [n], got {describe(temperatures)}")
+    if not isinstance(scores, Tensor):
+        raise TypeError(f"scores: expected a floating-point tensor, got {describe(scores)}")
+    names = {f.name: f.name for f in fields(Path) if f.name != "temperature"}
+    names |= {"expected_score": "cost", "variance": "score_variance"}
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+    for temperature in given.to(scores.device).unbind():
+        form, folded = _lower_scores(scores, replace(problem, temperature=temperature))
+        rows = definition.solve_rows(form, folded, order=2)
+        for name, statistic in names.items():
+            measured = STATISTICS[statistic](rows).reshape(scores.shape[:-1])
+            found[name].append(-measured if statistic == "cost" else measured)
+    empty = scores.new_zeros((0, *scores.shape[:-1]))
+    return Path(given, **{name: torch.stack(parts) if parts else empty for name, parts in found.items()})
 
 
 # --- the plan without the matrix --------------------------------------------------------------------------------------
@@ -302,6 +350,9 @@ def _lower_plan(
 ) -> tuple[Form, tuple[int, ...]]:
     """The form of a plan whose values nobody asks for, and the caller's leading dimensions."""
     form = lower(query, key, key, attn_mask, 0.0, is_causal, scale, enable_gqa, problem, softcap, key_scale)
+    if problem is not None and isinstance(problem.temperature, Budget):
+        with torch.no_grad():
+            form, _ = match("native" if _native_serves(form) else "torch", form, problem.temperature)
     rank = max(query.dim(), key.dim())
     batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
     return form, (*batch, form.shape[1]) if rank > 2 else ()

@@ -12,7 +12,7 @@ Nothing here computes on a tensor until a solver asks; the objects are frozen, c
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -190,6 +190,44 @@ def _ids_from_boundaries(name: str, boundaries: Tensor, length: int | None) -> T
     return torch.where(position < boundaries[-1], ids, -1)
 
 
+# --- budgets ----------------------------------------------------------------------------------------------------------
+
+
+class Budget(Part, abstract=True):
+    """A rule that stands for the temperature: each row takes the one at which a statistic of its plan is the budget."""
+
+    statistic: ClassVar[str]
+    budget: Scalar
+
+    def __post_init__(self) -> None:
+        check_scalar(f"{type(self).__name__}(budget)", self.budget, "a finite number", finite)
+
+
+class MatchKL(Budget):
+    """Each row's temperature is the one at which KL(p || pi / sum(pi)) = budget: as `Transport(temperature=MatchKL(c))`.
+
+    This is the constrained form: of all plans that stray from the prior by at most `budget` nats, the one of highest
+    expected score. `budget` is a number or a tensor that broadcasts to [B, H, Tq, 1], and may require grad.
+
+    A budget that a row cannot meet gives the nearest plan that it can: 0 or less the prior itself (temperature near
+    infinity), more than the hard plan has (log of sum(pi) / pi of the best keys) hard routing (temperature near 0: the
+    best key, or equal ones together). In such a row the plan does not move: only the values get a gradient.
+    A masked key must be forbidden (a bool mask, -inf): a very low score is still a score of an admissible key.
+    """
+
+    statistic: ClassVar[str] = "kl"
+
+
+class MatchEntropy(Budget):
+    """Each row's temperature is the one at which its entropy -sum(p log p) is the budget, as `MatchKL` otherwise.
+
+    Only for priors of 0 and 1 (masks, bands, documents): under a weighted prior entropy is not monotone in the
+    temperature. More than log n (n admissible keys) gives the uniform plan, less than the best keys' ties hard routing.
+    """
+
+    statistic: ClassVar[str] = "entropy"
+
+
 # --- the problem ------------------------------------------------------------------------------------------------------
 
 
@@ -197,13 +235,14 @@ class Transport(Part):
     """An attention: regulariser, prior, marginal and temperature. None means `KL()`, no prior, `Rows()`.
 
     `temperature` is a number or a tensor that broadcasts to [B, H, Tq, 1] (per head: [H, 1, 1]); 0 is hard routing.
+    For KL rows it may be a budget that each row's temperature is to meet: `MatchKL(c)`, `MatchEntropy(h)`.
     """
 
     regularizer: Regularizer | None = None
     _: dataclasses.KW_ONLY
     prior: Prior | None = None
     marginal: Marginal | None = None
-    temperature: Scalar = 1.0
+    temperature: Scalar | Budget = 1.0
 
     def __post_init__(self) -> None:
         # Dynamo cannot build an object whose defaults are objects: None is replaced here.
@@ -219,7 +258,24 @@ class Transport(Part):
             if not isinstance(value, kind):
                 hint = f" (did you mean {value.__name__}()?)" if isinstance(value, type) else ""
                 raise TypeError(f"Transport({name}): expected a {name}, got {describe(value)}{hint}")
-        check_scalar("Transport(temperature)", self.temperature, "a finite number >= 0", not_negative)
+        if isinstance(self.temperature, Budget):
+            self._check_budget()
+        else:
+            check_scalar("Transport(temperature)", self.temperature, "a finite number >= 0", not_negative)
+
+    def _check_budget(self) -> None:
+        name = type(self.temperature).__name__
+        if not isinstance(self.regularizer, KL) or self.marginal != Rows():
+            raise ValueError(
+                f"Transport(temperature): {name} expects KL() with plain Rows(), where the divergence rises with "
+                f"1/temperature; got {self.regularizer!r}, {self.marginal!r}"
+            )
+        factors = () if self.prior is None else self.prior.factors()
+        if isinstance(self.temperature, MatchEntropy) and any(isinstance(f, ALiBi) for f in factors):
+            raise ValueError(
+                "Transport(temperature): MatchEntropy expects a prior of 0 and 1, where entropy rises with the "
+                f"temperature; got {self.prior!r} (MatchKL takes any prior)"
+            )
 
     def __repr__(self) -> str:
         shown = [repr(self.regularizer)]
@@ -227,6 +283,6 @@ class Transport(Part):
             shown.append(f"prior={self.prior!r}")
         if self.marginal != Rows():
             shown.append(f"marginal={self.marginal!r}")
-        if isinstance(self.temperature, Tensor) or self.temperature != 1:
+        if isinstance(self.temperature, Tensor | Budget) or self.temperature != 1:
             shown.append(f"temperature={describe(self.temperature)}")
         return f"Transport({', '.join(shown)})"

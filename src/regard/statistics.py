@@ -245,7 +245,8 @@ def kl(rows: Solution) -> Tensor:
     p = rows.distribution()
     log_prior = torch.zeros_like(rows.scores) if rows.log_prior is None else rows.log_prior.expand_as(rows.scores)
     log_prior = rows.with_null(log_prior, torch.zeros_like(rows.dual))
-    total = (torch.xlogy(p, p) - p * log_prior).sum(-1)
+    positive = p > 0
+    total = torch.where(positive, p * (torch.where(positive, p, 1.0).log() - log_prior), 0.0).sum(-1)
     log_mass = rows.log_prior_mass().squeeze(-1)
     return torch.where(p.sum(-1) > 0, total + log_mass, 0.0).clamp(min=0)
 

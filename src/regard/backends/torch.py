@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 from ..form import Form, output_shapes
 from ..parts import Scalar
 from ..regularizers import Regularizer
-from ..statistics import DIFFERENTIABLE, STATISTICS, Solution
+from ..statistics import STATISTICS, Solution
 
 BLOCK = 2**21  # weights alive at once (in a handful of buffers): 8 MiB each in float32
 
@@ -499,7 +499,7 @@ def backward(
     """Gradients of the needed slots, from forward's outputs (`saved` among them) and the gradients of some."""
     tensors = form.tensors()
     totals = {name: torch.zeros_like(tensors[name], dtype=form.dtype) for name in needed}
-    names = tuple(name for name in DIFFERENTIABLE if name in grads)
+    names = tuple(grads)
     with _full_precision(form), torch.enable_grad():
         for where in blocks(form):
             block = form.cut(*where)
