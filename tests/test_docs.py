@@ -5,6 +5,7 @@ After a change of output: `python tests/test_docs.py` writes the text blocks ane
 """
 
 import contextlib
+import importlib
 import io
 import math
 import re
@@ -80,6 +81,23 @@ def test_links_lead_somewhere(path):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
         if "://" not in target:
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_figures_are_what_the_library_draws(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    figures = importlib.import_module("figures")
+    drawn = figures.FOLDER
+    monkeypatch.setattr(figures, "FOLDER", tmp_path)
+    shown = "".join(path.read_text() for path in PAGES)
+    number = re.compile(r"-?\d+\.\d")
+    for figure in figures.FIGURES:
+        figure()
+        new, old = ((folder / f"{figure.__name__}.svg").read_text() for folder in (tmp_path, drawn))
+        assert number.sub("", new) == number.sub("", old), f"{figure.__name__}: run python docs/figures.py"
+        moved = [abs(float(a) - float(b)) for a, b in zip(number.findall(new), number.findall(old), strict=True)]
+        assert max(moved) < 0.5, f"{figure.__name__}: run python docs/figures.py"  # pixels
+        assert f"figures/{figure.__name__}.svg" in shown
+    assert {path.name for path in drawn.iterdir()} == {path.name for path in tmp_path.iterdir()}
 
 
 # --- README's table: which attention is which problem -----------------------------------------------------------------
