@@ -1,10 +1,17 @@
 """regard: attention, declared as a transport problem."""
 
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from .operator import Choice, attention, select_backend
 from .plan import Certificate, Plan, block_mass, certify, solve, topk, weights_at
 from .problem import ALiBi, Bias, Causal, Documents, Free, Rows, Transport, Window
 from .regularizers import KL, FDivergence, FermiDirac, Tsallis
 from .statistics import AuxOutput, AuxRequest
+
+if TYPE_CHECKING:
+    from . import hf as hf
 
 __version__ = "0.1.0"
 
@@ -34,3 +41,9 @@ __all__ = [
     "topk",
     "weights_at",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name == "hf":  # imported when used: it needs transformers
+        return importlib.import_module(".hf", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
