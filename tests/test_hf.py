@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from checkpoints import stories260k
 from transformers import masking_utils
 
 import regard
+from checkpoints import stories260k
 from regard import Causal, Rows, Transport, Tsallis
 
 hf.logging.set_verbosity_error()
@@ -75,7 +75,12 @@ MODELS = {
     "vit": (
         hf.ViTForImageClassification,
         lambda: hf.ViTConfig(
-            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16, patch_size=4
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=48,
+            image_size=16,
+            patch_size=4,
         ),
         2,
     ),
@@ -417,6 +422,15 @@ def test_a_window_without_a_mask():
     assert torch.allclose(got, regard.attention(q[:, :, -1:], k[:, :, -3:], k[:, :, -3:]).transpose(1, 2), atol=1e-6)
 
 
+def test_a_position_bias_of_a_static_cache():
+    """As long as the cache, of which the prefill has filled the first keys only."""
+    torch.manual_seed(0)
+    q, k, bias = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 8, 4), torch.randn(1, 2, 3, 8)
+    got, _ = regard.hf._attend(None, torch.nn.Module(), q, k, k, None, position_bias=bias)
+    expected = regard.attention(q, k[:, :, :3], k[:, :, :3], bias[..., :3], is_causal=True)
+    assert torch.allclose(got, expected.transpose(1, 2), atol=1e-6)
+
+
 # --- problems ---------------------------------------------------------------------------------------------------------
 
 
@@ -484,7 +498,9 @@ def test_unknown_arguments_are_refused():
 
 def test_models_that_bypass_the_interface_are_refused():
     neo = hf.GPTNeoForCausalLM(
-        hf.GPTNeoConfig(vocab_size=64, hidden_size=32, num_layers=2, attention_types=[[["global", "local"], 1]], num_heads=4)
+        hf.GPTNeoConfig(
+            vocab_size=64, hidden_size=32, num_layers=2, attention_types=[[["global", "local"], 1]], num_heads=4
+        )
     )
     bloom = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4))
     for model in (neo, bloom):

@@ -1,9 +1,9 @@
 """Hugging Face transformers on regard: after `regard.hf.register()` every model takes `attn_implementation="regard"`.
 
-Transformers hands each attention to a function (module, query, key, value, mask, ...) and asks a second function for the
-mask. `as_call` turns the first into a call of the public `regard.attention`; `make_mask` gives the second: where
-transformers would spell out a Tq x Tk mask (padding, a sliding window, packed sequences, a chunk of a prefill), it gives
-a `StructuredMask`, which says the same in O(Tq + Tk) memory.
+Transformers hands each attention to a function (module, query, key, value, mask, ...) and asks a second function for
+the mask. `as_call` turns the first into a call of the public `regard.attention`. `make_mask` is the second: where
+transformers would spell out a Tq x Tk mask (padding, a sliding window, packed sequences, a chunk of a prefill), it
+gives a `StructuredMask`, which says the same in O(Tq + Tk) memory.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def register(name: str = "regard", problem: Transport | None = None) -> str:
         raise TypeError(f"name: expected a str, got {describe(name)}")
     for reserved in ("sdpa", "flex_attention", "flash", "/", "|"):
         if reserved in name:
-            raise ValueError(f'name: expected one without "{reserved}", which transformers reads in its own way: {name!r}')
+            raise ValueError(
+                f'name: expected one without "{reserved}", which transformers reads in its own way: {name!r}'
+            )
     if name == "eager" or not name or (name in ALL_ATTENTION_FUNCTIONS and name not in _problems):
         raise ValueError(f"name: expected one that transformers does not use itself, got {name!r}")
     if problem is not None and not isinstance(problem, Transport):
@@ -119,14 +121,14 @@ def as_call(
     """What transformers asks of an attention function, as the arguments of `regard.attention`."""
     if output_attentions:
         raise ValueError(
-            "output_attentions: expected False, got True; regard keeps no Tq x Tk matrix (regard.inspect, regard.topk and "
-            'regard.block_mass read the plan without it; attn_implementation="eager" stores it)'
+            "output_attentions: expected False, got True; regard keeps no Tq x Tk matrix (regard.inspect, regard.topk "
+            'and regard.block_mass read the plan without it; attn_implementation="eager" stores it)'
         )
     unknown = sorted(name for name, given in others.items() if given is not None and name not in HARMLESS)
     if unknown:
         raise TypeError(
-            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which regard does not know and which "
-            f"may change the result"
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which regard does not know and "
+            f"which may change the result"
         )
     Tq, Tk = query.shape[2], key.shape[2]
     factors: list[Prior] = []
@@ -230,8 +232,8 @@ class StructuredMask(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func._schema.is_mutable:
             raise NotImplementedError(f"{func}: a StructuredMask cannot be changed in place; clone() it first")
-        args, kwargs = pytree.tree_map_only(StructuredMask, StructuredMask.dense, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        args = pytree.tree_map_only(StructuredMask, StructuredMask.dense, args)
+        return func(*args, **pytree.tree_map_only(StructuredMask, StructuredMask.dense, kwargs or {}))
 
     def dense(self) -> Tensor:
         """The mask spelled out."""
@@ -334,7 +336,9 @@ def _pieces(function: Callable) -> tuple[Any, dict[str, Any]]:
     """A mask function's code and what its closure holds."""
     code = getattr(function, "__code__", None)
     cells = getattr(function, "__closure__", None) or ()
-    return code, {} if code is None else dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+    return code, {} if code is None else dict(
+        zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True)
+    )
 
 
 _AND = masking_utils.and_masks().__code__
@@ -377,7 +381,7 @@ def attentions(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check(model: nn.Module) -> dict[str, nn.Module]:
-    """`attentions(model)`; raises where there are none, and warns of modules that look like attention and are not it."""
+    """`attentions(model)`; raises where there are none, and warns of modules that compute attention another way."""
     found = attentions(model)
     passed_over = sorted(
         {
