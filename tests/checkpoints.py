@@ -35,10 +35,7 @@ def smollm2_file() -> Path:
 
 
 def smollm2():
-    """Model and tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     file = smollm2_file()
-    load = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    model = AutoModelForCausalLM.from_pretrained(**load, dtype=torch.float32).eval()
-    return model, AutoTokenizer.from_pretrained(**load)
+    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()

@@ -4,6 +4,7 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from .inspection import Inspection, inspect, watch
 from .operator import Choice, attention, select_backend
 from .plan import Certificate, Plan, block_mass, certify, solve, topk, weights_at
 from .problem import ALiBi, Bias, Causal, Documents, Free, Rows, Transport, Window
@@ -28,6 +29,7 @@ __all__ = [
     "FDivergence",
     "FermiDirac",
     "Free",
+    "Inspection",
     "Plan",
     "Rows",
     "Transport",
@@ -36,9 +38,11 @@ __all__ = [
     "attention",
     "block_mass",
     "certify",
+    "inspect",
     "select_backend",
     "solve",
     "topk",
+    "watch",
     "weights_at",
 ]
 
