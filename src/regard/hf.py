@@ -19,8 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from transformers import masking_utils
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+try:
+    from transformers import masking_utils
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+except ModuleNotFoundError as error:
+    raise ImportError("regard.hf needs transformers: pip install 'regard[hf]'") from error
 
 from .operator import attention
 from .parts import describe

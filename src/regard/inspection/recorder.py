@@ -147,10 +147,8 @@ class _Recorder:
     """Puts itself in the place of a model's attention, computes it, and adds what it saw to an Inspection."""
 
     def __init__(self, model: nn.Module, statistics: Iterable[str] | None) -> None:
-        try:
-            from .. import hf
-        except ImportError as error:
-            raise ImportError("inspecting a model needs transformers: pip install 'regard[hf]'") from error
+        from .. import hf  # here, not above: it needs transformers
+
         self.hf, self.model = hf, model
         modules = hf.check(model)
         self.names = {id(module): name for name, module in model.named_modules()}
@@ -297,7 +295,7 @@ class _Recorder:
             values |= {
                 "output_norm": out.float().norm(dim=-1),
                 "log_keys": log_keys,
-                "entropy_norm": aux.entropy / torch.where(log_keys > 0, log_keys, 1.0),
+                "entropy_norm": torch.where(log_keys > 0, aux.entropy / log_keys, 0.0),
             }
             valid = aux.max_scores > -torch.inf
             if real is not None:

@@ -73,24 +73,26 @@ class Layer:
         return dataclasses.replace(self)
 
     def add(self, values: dict[str, Tensor], valid: Tensor, ratio: Tensor, bins: Tensor) -> None:
-        """Rows: values [B, H, Tq] by channel, which of them count, where entropy_norm is defined, bins [B, Tq]."""
+        """Rows: values [B, H, Tq] by channel, which of them count, where entropy_norm is defined (0 elsewhere), and
+        bins [B, Tq]."""
         B, H, Tq = valid.shape
         if self.heads != H or tuple(values) != self.channels:
             raise ValueError(
                 f"{self.name}: expected {self.heads} heads and {self.channels}, got {H} and {tuple(values)}"
             )
-        stacked = torch.stack([values[c].double() for c in self.channels])  # [C, B, H, Tq]
-        counted = valid.expand_as(stacked).clone()
-        counted[self.channels.index("entropy_norm")] &= ratio
-        rows = torch.where(counted, stacked, 0.0).permute(1, 3, 0, 2).reshape(B * Tq, -1, H)
+        stacked = torch.stack([values[c] for c in self.channels])  # [C, B, H, Tq]
+        counted, highest = stacked, stacked
+        if not bool(valid.all()):
+            counted, highest = torch.where(valid, stacked, 0.0), torch.where(valid, stacked, -math.inf)
         where = bins.expand(B, Tq).reshape(-1)
         size = int(where.max()) + 1 if where.numel() else 0
+        rows = counted.permute(1, 3, 0, 2).reshape(B * Tq, -1, H).double()
         self.sums = _grown(self.sums, size).index_add(0, where, rows.cpu())
         for name, flags in (("rows", valid), ("ratio_rows", valid & ratio)):
             flags = flags.permute(0, 2, 1).reshape(B * Tq, H).double().cpu()
             setattr(self, name, _grown(getattr(self, name), size).index_add(0, where, flags))
-        highest = torch.where(counted, stacked, -math.inf).amax((1, 3)) if B * Tq else self.maxima
-        self.maxima = torch.maximum(self.maxima, highest.cpu())
+        if B * Tq:
+            self.maxima = torch.maximum(self.maxima, highest.amax((1, 3)).double().cpu())
         self.calls += 1
 
     def add_keys(self, mass: Tensor, viewers: Tensor, bins: Tensor) -> None:
