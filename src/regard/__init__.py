@@ -1,12 +1,20 @@
 """regard: attention, declared as a transport problem."""
 
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from . import geometry as geometry  # a module, not a name of __all__
 from .estimation import Calibration, Estimate, Evidence, calibrate, estimate, evidence
+from .inspection import Inspection, inspect, watch
 from .operator import Choice, attention, select_backend
 from .plan import Certificate, Path, Plan, block_mass, certify, path, solve, topk, weights_at
 from .problem import ALiBi, Bias, Causal, Documents, Free, MatchEntropy, MatchKL, Rows, Transport, Window
 from .regularizers import KL, FDivergence, FermiDirac, Tsallis
 from .statistics import AuxOutput, AuxRequest
+
+if TYPE_CHECKING:
+    from . import hf as hf
 
 __version__ = "0.1.0"
 
@@ -26,6 +34,7 @@ __all__ = [
     "FDivergence",
     "FermiDirac",
     "Free",
+    "Inspection",
     "MatchEntropy",
     "MatchKL",
     "Path",
@@ -40,9 +49,17 @@ __all__ = [
     "certify",
     "estimate",
     "evidence",
+    "inspect",
     "path",
     "select_backend",
     "solve",
     "topk",
+    "watch",
     "weights_at",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name == "hf":  # imported when used: it needs transformers
+        return importlib.import_module(".hf", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,410 @@
+"""`regard.inspect` and `regard.watch`: the numbers of eager's matrices without the matrices, the model unharmed."""
+
+import copy
+import itertools
+import json
+import math
+import pickle
+
+import pytest
+import torch
+import transformers as hf
+
+import regard
+from checkpoints import smollm2, stories260k
+from regard import AuxRequest, Inspection, Transport, Tsallis
+from regard.inspection.result import bin_starts, position_bins
+from regard.statistics import NAMES
+from test_hf import build, inputs_of, padded
+
+# "The quick brown fox jumps over the lazy dog. Once upon a time", in SmolLM2's tokens
+SENTENCE = [504, 2365, 6354, 16438, 27003, 690, 260, 23790, 2767, 30, 4027, 1980, 253, 655]
+
+
+def from_matrices(model, given):
+    """Sums over real rows of each statistic, from the weights that eager attention returns: {name: [layers, heads]}."""
+    model = copy.deepcopy(model)
+    model.set_attn_implementation("eager")
+    outputs = {}  # what the heads gave, before they are mixed
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda m, args: outputs.setdefault(id(m), args[0]))
+    with torch.no_grad():
+        attentions = model(**given, output_attentions=True).attentions
+    T = given["input_ids"].shape[1]
+    real = given.get("attention_mask", torch.ones_like(given["input_ids"])).bool()
+    admissible = torch.ones(T, T, dtype=torch.bool).tril() & real[:, None]
+    found = {}
+    for layer, p in zip(model.model.layers, attentions, strict=True):
+        p = torch.where(admissible[:, None], p.double(), 0.0)
+        n = admissible.sum(-1)[:, None].double()
+        entropy = -torch.xlogy(p, p).sum(-1)
+        heads = outputs[id(layer.self_attn.o_proj)].unflatten(-1, (p.shape[1], -1)).double().norm(dim=-1).mT
+        first = real.long().argmax(-1)[:, None, None, None].expand(*p.shape[:3], 1)
+        rows = {
+            "entropy": entropy,
+            "kl": n.log() - entropy,
+            "max_weight": p.amax(-1),
+            "collision": (p**2).sum(-1),
+            "mass": p.sum(-1),
+            "support": n.expand_as(entropy),
+            "first_key_mass": p.gather(-1, first).squeeze(-1),
+            "output_norm": heads,
+        }
+        counted = real[:, None].expand_as(entropy)
+        means = {name: torch.where(counted, x, 0.0).sum((0, 2)) / counted.sum((0, 2)) for name, x in rows.items()}
+        several = counted & (n > 1)
+        ratio = torch.where(several, entropy / n.clamp(min=2).log(), 0.0)
+        means["entropy_norm"] = ratio.sum((0, 2)) / several.sum((0, 2))
+        for name, value in means.items():
+            found.setdefault(name, []).append(value)
+    return {name: torch.stack(values) for name, values in found.items()}
+
+
+def tokens(vocabulary, B, T, seed=0):
+    return torch.randint(3, vocabulary, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_means(inspection, expected, tolerance=2e-4):
+    for name, value in expected.items():
+        got = inspection.mean(name)
+        assert got.shape == value.shape
+        assert torch.allclose(got, value, rtol=tolerance, atol=tolerance), (name, (got - value).abs().max())
+
+
+@pytest.fixture(scope="module")
+def stories():
+    return stories260k()
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_statistics_are_those_of_eagers_matrices(stories, side):
+    given = {"input_ids": tokens(512, 3, 90)}
+    if side is not None:
+        given["attention_mask"] = padded(side, 3, 90)
+    expected = from_matrices(stories, given)
+    # in one pass, and batch by batch: means are weighted by rows
+    for batch_size in (None, 1, 2):
+        inspection = regard.inspect(stories, given, batch_size=batch_size)
+        assert_means(inspection, expected)
+        assert inspection.rows == int(given.get("attention_mask", torch.ones(3, 90)).sum())
+    perturbed = expected | {"entropy": expected["entropy"] * 1.001}
+    with pytest.raises(AssertionError):
+        assert_means(inspection, perturbed)
+
+
+def test_smollm2():
+    """The real thing: logits as sdpa's, statistics as eager's."""
+    model = smollm2()
+    given = {"input_ids": torch.tensor([SENTENCE * 3])}
+    with torch.no_grad():
+        plain = model(**given).logits
+        model.set_attn_implementation(regard.hf.register())
+        assert torch.allclose(model(**given).logits, plain, atol=1e-3)
+        model.set_attn_implementation("sdpa")
+    inspection = regard.inspect(model, given)
+    assert_means(inspection, from_matrices(model, given), 1e-3)
+    assert inspection.to_pandas().shape[0] == 30 * 9
+    assert float(inspection.mean("first_key_mass").mean()) > 0.3  # SmolLM2 has many sinks
+
+
+def test_every_statistic_is_the_mean_of_what_attention_returns(monkeypatch):
+    """Against AuxRequest on the calls themselves, rows counted by hand."""
+    model, given = build("gpt_oss"), inputs_of("gpt_oss", "right")
+    seen = []
+    plain = regard.inspection.recorder.attention
+
+    def kept(**call):
+        seen.append({k: v for k, v in call.items() if k != "return_aux"})
+        return plain(**call)
+
+    monkeypatch.setattr(regard.inspection.recorder, "attention", kept)
+    inspection = regard.inspect(model, given)
+    assert len(seen) == 2 and inspection.statistics == tuple(n for n in NAMES if n != "key_mass")
+    real = given["attention_mask"].bool()[:, None]
+    for n, call in enumerate(seen):
+        _, aux = regard.attention(**call, return_aux=AuxRequest.all(), backend="torch")
+        valid = real & (aux.max_scores > -math.inf)
+        for name in inspection.statistics:
+            value = getattr(aux, name).double()
+            mean = torch.where(valid, value, 0.0).sum((0, 2)) / valid.sum((0, 2))
+            assert torch.allclose(inspection.mean(name)[n], mean, rtol=1e-4, atol=1e-4), name
+            highest = torch.where(valid, value, -math.inf).amax((0, 2))
+            assert torch.allclose(inspection.maximum(name)[n], highest, rtol=1e-4, atol=1e-4), name
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_key_mass_is_the_mean_weight_on_a_key(stories, side):
+    given = {"input_ids": tokens(512, 2, 14), "attention_mask": padded(side or "none", 2, 14)}
+    inspection = regard.inspect(stories, given, statistics=["key_mass"])
+    model = copy.deepcopy(stories)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = model(**given, output_attentions=True).attentions
+    real = given["attention_mask"].bool()
+    sees = torch.ones(14, 14, dtype=torch.bool).tril() & real[:, None] & real[:, :, None]
+    standing = (real.cumsum(-1) - 1).clamp(min=0)
+    for layer, p in zip(inspection.layers, weights, strict=True):
+        p = torch.where(sees[:, None], p.double(), 0.0).sum(2)  # [B, H, Tk]
+        viewers = sees.sum(1).double()
+        for position in range(14):
+            here = (standing == position) & real
+            expected = (p * here[:, None]).sum((0, 2)) / (viewers * here).sum()
+            assert torch.allclose(layer.profile()["key_mass"][position], expected, atol=1e-5)
+
+
+def test_the_profile_is_by_position(stories):
+    given = {"input_ids": tokens(512, 1, 300)}
+    inspection = regard.inspect(stories, given)
+    layer = inspection.layers[0]
+    starts = bin_starts(len(layer.rows))
+    assert layer.rows[:, 0].tolist() == [min(b, 300) - a for a, b in itertools.pairwise(starts)]
+    profile = layer.profile()
+    assert torch.allclose(profile["support"][:16, 0], torch.arange(1.0, 17).double())
+    assert torch.allclose(profile["log_keys"][5], torch.tensor(6.0).double().log().expand(8))
+    assert profile["entropy"][0].abs().max() < 1e-6  # one key
+
+
+def test_bins():
+    starts = bin_starts(200)
+    positions = torch.arange(5000)
+    bins = position_bins(positions)
+    assert torch.equal(bins[:17], torch.arange(17)) and (bins.diff() >= 0).all() and int(bins.max()) < 90
+    for position in (0, 15, 16, 17, 100, 1023, 1024, 4095, 4096):
+        b = int(bins[position])
+        assert starts[b] <= position < starts[b + 1]
+
+
+# --- other problems, other models -------------------------------------------------------------------------------------
+
+
+def test_a_model_on_another_problem_is_inspected_as_it_is():
+    name = regard.hf.register("regard-sparse", Transport(Tsallis(2.0)))
+    model, given = build("llama"), inputs_of("llama", "left")
+    model.set_attn_implementation(name)
+    inspection = regard.inspect(model, given)
+    assert "lse" not in inspection.statistics and "Tsallis" in json.dumps(inspection.about)
+    assert float(inspection.mean("support").max()) < 6  # of 10 admissible keys in the mean
+    assert torch.allclose(inspection.layers[0].profile()["log_keys"][4], torch.tensor(5.0).double().log().expand(4))
+    assert model.config._attn_implementation == name
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mistral", "gemma2", "gemma3", "qwen3", "bert", "t5", "whisper", "vit"])
+def test_other_models(name):
+    model = build(name)
+    inspection = regard.inspect(model, inputs_of(name, "right" if name not in ("vit", "whisper") else None))
+    assert len(inspection.layers) == (6 if name in ("t5", "whisper") else 2)
+    assert [layer.index for layer in inspection.layers] == list(range(len(inspection.layers)))
+    assert all(layer.rows.sum() > 0 for layer in inspection.layers)
+    assert not inspection.to_pandas().isna().any().any()
+
+
+def test_padding_of_encoder_and_decoder_are_told_apart():
+    model, given = build("t5"), inputs_of("t5", "right")
+    given["decoder_attention_mask"] = padded("left", 2, 9)
+    given["decoder_attention_mask"][1, :] = 1
+    given["decoder_attention_mask"][0, 7:] = 0
+    rows = [int(layer.rows[:, 0].sum()) for layer in regard.inspect(model, given).layers]
+    assert rows == [33, 33, 16, 16, 16, 16]
+
+
+def test_a_hybrid_model():
+    """Layers of another kind are left alone; layers keep their number."""
+    kinds = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+    config = hf.Qwen3NextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        layer_types=kinds,
+        linear_num_value_heads=2,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        experts_implementation="eager",
+    )
+    inspection = regard.inspect(hf.Qwen3NextForCausalLM(config), tokens(64, 1, 12))
+    assert [layer.index for layer in inspection.layers] == [1, 3]
+
+
+def test_a_model_that_bypasses_the_interface_is_refused():
+    bloom = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4))
+    with pytest.raises(ValueError, match="BloomForCausalLM"):
+        regard.inspect(bloom, tokens(64, 1, 4))
+
+
+# --- the model afterwards ---------------------------------------------------------------------------------------------
+
+
+def state_of(model):
+    """What an inspection might forget to put back."""
+    configurations = {id(m.config): m.config._attn_implementation for m in model.modules() if hasattr(m, "config")}
+    hooks = [(len(m._forward_pre_hooks), len(m._forward_hooks)) for m in model.modules()]
+    functions = sorted(hf.modeling_utils.ALL_ATTENTION_FUNCTIONS), sorted(hf.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS)
+    return configurations, hooks, [m.training for m in model.modules()], functions, sorted(model.__dict__)
+
+
+def test_the_model_is_restored():
+    model = build("t5").train()
+    model.decoder.block[0].eval()
+    before = state_of(model)
+    regard.inspect(model, inputs_of("t5"))
+    assert state_of(model) == before
+    with regard.watch(model):
+        assert state_of(model) != before
+        with pytest.raises(RuntimeError, match="watched"), regard.watch(model):
+            pass
+    assert state_of(model) == before
+    with pytest.raises(KeyboardInterrupt), regard.watch(model):
+        raise KeyboardInterrupt
+    with pytest.raises(TypeError, match="no_such"):
+        regard.inspect(model, inputs_of("t5") | {"no_such": 1})
+    assert state_of(model) == before
+
+
+def test_watch_a_loop_of_ones_own():
+    model = build("mistral")
+    batches = [tokens(64, 2, 20, seed) for seed in range(3)]
+    with regard.watch(model, statistics=["entropy", "max_scores"]) as record:
+        for batch in batches:
+            model(batch)
+    expected = regard.inspect(model, batches, statistics=["entropy", "max_scores"])
+    assert torch.equal(record.mean("entropy"), expected.mean("entropy")) and record.rows == expected.rows == 120
+    assert list(record.to_pandas())[:4] == ["layer", "head", "entropy", "max_scores"]
+    model(batches[0])
+    assert record.rows == 120
+
+
+def test_watch_generate():
+    model = build("llama")
+    with regard.watch(model, statistics=["entropy", "support"]) as record:
+        model.generate(tokens(64, 1, 6), max_new_tokens=5, do_sample=False)
+    assert record.rows == 6 + 4  # the last token is not read
+    assert torch.allclose(record.layers[0].profile()["support"][:10, 0], torch.arange(1.0, 11).double())
+
+
+def test_watch_a_training_step():
+    """Gradients as without; activation checkpointing counts nothing twice."""
+    model, batch = build("llama").double().train(), tokens(64, 2, 20)
+    found, rows = [], []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        for watched in (False, True):
+            model.zero_grad()
+            if watched:
+                with regard.watch(model) as record:
+                    model(batch, labels=batch, use_cache=False).loss.backward()
+                rows.append(record.rows)
+            else:
+                model(batch, labels=batch, use_cache=False).loss.backward()
+            found.append(model.model.layers[0].self_attn.q_proj.weight.grad.clone())
+    assert rows == [40, 40]
+    assert all(torch.allclose(g, found[0]) for g in found)
+
+
+def test_watch_a_compiled_model():
+    model, batch = build("llama"), tokens(64, 1, 12)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad(), regard.watch(model, statistics=["entropy"]) as record:
+        compiled(batch)
+        compiled(batch)
+    assert record.rows == 24
+    assert torch.allclose(record.mean("entropy"), regard.inspect(model, batch).mean("entropy"), atol=1e-5)
+    torch._dynamo.reset()
+
+
+def test_packed_sequences_are_counted_from_their_own_beginning():
+    model, batch = build("llama"), tokens(64, 1, 20)
+    positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
+    packed = regard.inspect(model, {"input_ids": batch, "position_ids": positions})
+    alone = regard.inspect(model, [batch[:, :8], batch[:, 8:]])
+    for name in packed.columns:
+        assert torch.allclose(packed.mean(name), alone.mean(name), atol=1e-4), name
+    assert torch.allclose(packed.layers[0].rows, alone.layers[0].rows)
+
+
+# --- inputs, results, run files ---------------------------------------------------------------------------------------
+
+
+def test_inputs_in_every_form():
+    model, batch = build("llama"), tokens(64, 3, 10)
+    expected = regard.inspect(model, batch).to_pandas()
+    for inputs in (
+        {"input_ids": batch},
+        [batch[0], batch[1:]],
+        (row for row in batch),
+        [row.tolist() for row in batch],
+        hf.BatchEncoding({"input_ids": batch, "attention_mask": torch.ones_like(batch)}),
+    ):
+        assert (regard.inspect(model, inputs).to_pandas() - expected).abs().max().max() < 1e-4
+    for bad in (3.5, [[0.5]], torch.zeros(1, 4), "text"):
+        with pytest.raises(TypeError):
+            regard.inspect(model, bad)
+    with pytest.raises(ValueError, match="statistics"):
+        regard.inspect(model, batch, statistics=["entropie"])
+    with pytest.raises(ValueError, match="batch_size"):
+        regard.inspect(model, batch, batch_size=0)
+
+
+def test_results():
+    inspection = regard.inspect(build("llama"), tokens(64, 2, 20))
+    frame = inspection.to_pandas()
+    assert list(frame.columns[:3]) == ["layer", "head", "lse"] and len(frame) == 8
+    assert frame["entropy"].tolist() == inspection.mean("entropy").flatten().tolist()
+    page = json.loads(inspection.to_json())
+    assert page["layers"][1]["mean"]["entropy"] == inspection.mean("entropy")[1].tolist()
+    assert page["layers"][0]["rows"] == [40.0] * 4 and page["rows"] == 40
+    assert len(page["positions"]) == len(page["layers"][0]["profile"]["entropy"][0]) + 1
+    assert "2 attention layers, 40 queries" in inspection.summary()
+    with pytest.raises(ValueError, match="name"):
+        inspection.mean("kurtosis")
+
+
+def test_a_killed_run_resumes_to_the_same_numbers(tmp_path):
+    model = build("gemma3")
+    batches = [tokens(64, 2, 15 + n, n) for n in range(5)]
+    expected = regard.inspect(model, batches)
+    run = tmp_path / "run.safetensors"
+
+    calls = 0
+
+    def interrupted(*_):
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+
+    hook = model.model.layers[1].register_forward_hook(interrupted)  # in the middle of the third pass
+    with pytest.raises(KeyboardInterrupt):
+        regard.inspect(model, batches, run=run)
+    hook.remove()
+    assert Inspection.load(run).batches == 2
+    resumed = regard.inspect(model, batches, run=run)
+    assert resumed.to_json() == expected.to_json() == Inspection.load(run).to_json()
+    with pytest.raises((pickle.UnpicklingError, ValueError)):
+        pickle.loads(run.read_bytes())
+
+    for changed, message in (
+        ({"inputs": [batches[1], *batches[1:]]}, "inputs"),
+        ({"inputs": batches[:2]}, "batches"),
+        ({"statistics": ["entropy"]}, "statistics"),
+        ({"model": build("gemma3").double().bfloat16().float()}, "weights"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            regard.inspect(**{"model": model, "inputs": batches, "run": run} | changed)
+    run.write_bytes(b"no such thing")
+    with pytest.raises(ValueError, match="path"):
+        Inspection.load(run)
+
+
+def test_progress_goes_to_the_error_stream(capsys):
+    regard.inspect(build("llama"), tokens(64, 4, 8), batch_size=1, progress=True)
+    captured = capsys.readouterr()
+    assert "inspecting" in captured.err and captured.out == ""
