@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import functools
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,13 +16,22 @@ import regard
 from regard import AuxRequest
 
 TEXT = (
-    "The cat sat on the mat and the dog lay on the rug . When the cat sat on the mat the dog lay on the rug , and when "
-    "the dog lay on the rug the cat sat on the mat . Nobody knew why the cat sat there , or why the dog lay there , but "
-    "every day the cat sat on the mat and the dog lay on the rug ."
+    "The cat sat on the mat and the dog lay on the rug . When the cat sat on the mat the dog lay on the rug , and "
+    "when the dog lay on the rug the cat sat on the mat . Nobody knew why the cat sat there , or why the dog lay "
+    "there , but every day the cat sat on the mat and the dog lay on the rug ."
 )
-STATISTICS = (
-    "entropy kl score_variance max_scores max_weight collision support first_key_mass lse value_spread".split()
-)
+STATISTICS = [
+    "entropy",
+    "kl",
+    "score_variance",
+    "max_scores",
+    "max_weight",
+    "collision",
+    "support",
+    "first_key_mass",
+    "lse",
+    "value_spread",
+]
 TEMPERATURES = [0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0]
 WINDOW, TOP, QUERIES = 48, 8, 24
 
@@ -50,9 +60,7 @@ def inspection(layers: int = 6, heads: int = 8, seed: int = 0, text: str = TEXT,
         )  # [1, H, T, D]
         q = q * torch.empty(heads, 1, 1).uniform_(0.2, 8, generator=generator)
         _by_hand(layer, q, k, v, ids)
-        out, aux = regard.attention(
-            q, k, v, is_causal=True, return_aux=AuxRequest(**dict.fromkeys(STATISTICS, True))
-        )
+        out, aux = regard.attention(q, k, v, is_causal=True, return_aux=AuxRequest(**dict.fromkeys(STATISTICS, True)))
         rows = {name: getattr(aux, name)[0] for name in STATISTICS}  # [H, T]
         n = position + 1.0
         rows["normalized_entropy"] = torch.where(n > 1, rows["entropy"] / n.log().clamp(min=1e-9), math.nan)
@@ -66,13 +74,13 @@ def inspection(layers: int = 6, heads: int = 8, seed: int = 0, text: str = TEXT,
         for h in range(heads):
             entries.append(_summary(layer, h, {name: values[h] for name, values in rows.items()}))
             for name, bins in by_position.items():
-                bins.append([_round(rows[name][h, a:b].mean()) for a, b in zip(edges, edges[1:], strict=False)])
+                bins.append([_round(rows[name][h, a:b].mean()) for a, b in pairwise(edges)])
         if views:
             _views(q, k, queries, paths, windows, top)
         mixed = out[0].transpose(0, 1).flatten(1)
         hidden = hidden + mixed @ torch.randn(width, width, generator=generator) / math.sqrt(width)
     null = (position + 1.0).log()
-    spans = list(zip(edges, edges[1:], strict=False))
+    spans = list(pairwise(edges))
     record: dict[str, Any] = {
         "format": "regard-inspection",
         "version": 1,
@@ -118,7 +126,7 @@ def tiled(record: dict[str, Any], layers: int, heads: int) -> dict[str, Any]:
     return {
         **kept,
         "provenance": {**record["provenance"], "model": f"tiled-{layers}x{heads}", "layers": layers, "heads": heads},
-        "heads": [{**entries[i], "layer": l, "head": h} for i, (l, h) in zip(chosen, numbers, strict=True)],
+        "heads": [{**entries[i], "layer": layer, "head": h} for i, (layer, h) in zip(chosen, numbers, strict=True)],
         "positions": {**positions, "values": values},
     }
 
@@ -190,7 +198,14 @@ def _views(q: Tensor, k: Tensor, queries: list[int], paths: tuple, windows: list
 
 
 def _summary(layer: int, head: int, rows: dict[str, Tensor]) -> dict[str, Any]:
-    found: dict[str, Any] = {"layer": layer, "head": head, "rows": len(rows["entropy"]), "mean": {}, "max": {}, "min": {}}
+    found: dict[str, Any] = {
+        "layer": layer,
+        "head": head,
+        "rows": len(rows["entropy"]),
+        "mean": {},
+        "max": {},
+        "min": {},
+    }
     for name, values in rows.items():
         values = values[~values.isnan()]
         for kind in ("mean", "max", "min"):

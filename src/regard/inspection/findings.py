@@ -417,8 +417,12 @@ def verdict(record: dict[str, Any], findings: Iterable[Finding]) -> str:
     counts = Counter(f.rule for f in findings if f.layer is not None)
     named = {rule: _count(counts[rule], rule) if rule == "sink" else f"{counts[rule]} {rule}" for rule in _COUNTED}
     parts = [named[rule] for rule in _COUNTED if counts[rule]]
-    described = f"Of {heads}: {', '.join(parts)}." if parts else f"No rule applies to its {heads}."
-    return f"{', '.join(graves) if graves else 'Nothing alarming'}. {described}"
+    sentences = [", ".join(graves) if graves else "Nothing alarming"]
+    if parts:
+        sentences.append(f"Of {heads}: {', '.join(parts)}")
+    elif not graves:
+        sentences.append(f"No rule applies to its {heads}")
+    return ". ".join(sentences) + "."
 
 
 def _worst(findings: list[Finding]) -> str:

@@ -91,10 +91,12 @@
   const columns = [...new Set(heads.map((h) => h.head))].sort((a, b) => a - b);
   const place = (h) => `L${h.layer}H${h.head}`;
   const indexOf = new Map(heads.map((h, i) => [place(h), i]));
-  const twin = comparing ? heads.map((h) => other.heads.find((o) => place(o) === place(h))) : [];
-  const twinIndex = comparing ? twin.map((h) => other.heads.indexOf(h)) : [];
+  const placed = new Map((comparing ? other.heads : []).map((h, i) => [place(h), i]));
+  const twinIndex = heads.map((h) => placed.get(place(h))); // the same head in the other record
+  const twin = twinIndex.map((i) => other?.heads[i]);
   const statistics = record.statistics.filter((name) => heads.some((h) => h.mean[name] !== null && h.mean[name] !== undefined));
-  const findingsOf = heads.map((h) => record.findings.filter((f) => f.layer === h.layer && f.head === h.head));
+  const findingsOf = heads.map(() => []);
+  for (const f of record.findings) findingsOf[indexOf.get(place(f))]?.push(f);
   const grave = ["alarm", "warning", "note"];
   const names = comparing ? distinctNames() : [];
 
@@ -264,8 +266,8 @@
         onpointerenter: () => setCursor(i), onclick: () => select(i),
       });
     });
-    const every = (count, size, room) => Math.max(1, Math.ceil(room / size)) || count;
-    const [skipX, skipY] = [every(columns.length, cellWidth, 20), every(layers.length, cellHeight, 13)];
+    const every = (size, room) => [1, 2, 5, 10].find((step) => step * size >= room) ?? 20;
+    const [skipX, skipY] = [every(cellWidth, 18), every(cellHeight, 13)];
     const labels = [
       columns.map((c, j) => (j % skipX ? null : svg("text", { x: left + (j + 0.5) * cellWidth, y: top - 5, "text-anchor": "middle" }, c))),
       layers.map((l, i) => (i % skipY ? null : svg("text", { x: left - 6, y: top + (i + 0.5) * cellHeight + 4, "text-anchor": "end" }, l))),
@@ -311,10 +313,9 @@
     for (const mark of mapMarks) put(mark, cells[i], ["x", "y"]);
     put(mapMarks.chosen, cells[state.selected], ["x", "y"]);
     for (const mark of pointMarks) put(mark, points[i], ["cx", "cy"]);
-    for (const [k, row] of tableRows) {
-      row.classList.toggle("cursor", k === i);
-      row.classList.toggle("selected", k === state.selected);
-    }
+    for (const row of $("table").querySelectorAll("tr.cursor, tr.selected")) row.classList.remove("cursor", "selected");
+    tableRows.get(i)?.classList.add("cursor");
+    tableRows.get(state.selected)?.classList.add("selected");
     if (i === null) return;
     const h = heads[i];
     const tags = findingsOf[i].map((f) => f.rule).join(", ");
@@ -480,8 +481,11 @@
       }
     }
     state.reading = Math.min(state.reading || size - 1, size - 1);
-    pen.strokeStyle = css.getPropertyValue("--ink");
-    pen.strokeRect(0.5, state.reading * cell + 0.5, cell * size - 1, cell - 1);
+    for (const [name, line] of [["--panel", 3], ["--ink", 1]]) {
+      pen.strokeStyle = css.getPropertyValue(name);
+      pen.lineWidth = line;
+      pen.strokeRect(0.5, state.reading * cell + 0.5, cell * (causal ? state.reading + 1 : size) - 1, cell - 1);
+    }
     drawLegend($("window-legend"), VIRIDIS, "weight (root scale); queries ↓ read keys →", [0, 0.25, 0.5, 0.75, 1].map((r) => [r, tickText(Number((r * r).toPrecision(2)))]));
     const strip = view.tokens.map((token, k) => {
       const button = html("button", { type: "button", "aria-pressed": k === state.reading, tabindex: k === state.reading ? 0 : -1, title: `position ${view.start + k}: ${show(weight(state.reading, k, size))}`, onclick: () => pick(k), onkeydown: stripKey }, tokenText(token));
@@ -678,8 +682,10 @@
   for (const name of ["metric", "kind", "view"]) {
     $(name).addEventListener("change", () => {
       state[name] = $(name).value;
-      repaint();
-      if (name === "view") drawPanel();
+      drawMap();
+      if (comparing && name !== "view") drawTable();
+      if (name === "view") { drawScatter(); drawPanel(); }
+      markCursor();
     });
   }
   $("rule").addEventListener("change", () => { state.rule = $("rule").value; drawTable(); markCursor(); });

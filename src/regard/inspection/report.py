@@ -67,7 +67,7 @@ def _with(record: dict[str, Any], found: list[Finding]) -> dict[str, Any]:
 
 
 def _part(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text("utf-8")
+    return resources.files("regard.inspection").joinpath(name).read_text("utf-8")
 
 
 def _hash(text: str) -> str:
