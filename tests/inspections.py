@@ -168,8 +168,8 @@ def _sink(q: Tensor, k: Tensor, strength: float) -> None:
 
 def _induction(q: Tensor, k: Tensor, ids: Tensor) -> Tensor:
     """Weight on the keys right after earlier copies of the query's token, [H, T]; NaN where there is no copy."""
-    T = len(ids)
-    copies = [[j + 1 for j in range(i) if ids[j] == ids[i]] for i in range(T)]
+    names = ids.tolist()
+    copies = [[j + 1 for j in range(i) if names[j] == names[i]] for i in range(len(names))]
     most = max(len(c) for c in copies)
     index = torch.tensor([c + [0] * (most - len(c)) for c in copies])
     valid = torch.tensor([[True] * len(c) + [False] * (most - len(c)) for c in copies])

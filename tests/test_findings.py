@@ -49,7 +49,7 @@ EDGES = [  # rule, statistic, its first value beyond the threshold, the threshol
     ("previous-token", "previous_token", above(0.4), 0.4, {}),
     ("self", "self_token", above(0.4), 0.4, {}),
     ("induction", "induction", above(0.4), 0.4, {}),
-    ("hedging", "score_variance", above(2.0), 2.0, {}),
+    ("hedging", "score_variance", above(4.0), 4.0, {}),
     ("committed", "score_variance", below(0.25), 0.25, {"normalized_entropy": 0.05}),
     ("committed", "normalized_entropy", below(0.1), 0.1, {"score_variance": 0.1}),
 ]

@@ -211,6 +211,14 @@ def test_the_metric_changes_the_map(show):
     # Colours follow the values: the largest sink is at viridis' yellow end, the smallest at its violet one.
     masses = [h["mean"]["first_key_mass"] for h in record["heads"]]
     assert sorted(range(48), key=masses.__getitem__)[-1] == max(range(48), key=lambda i: green(after[i]))
+    page.select_option("#metric", "relative_norm")
+    before = fills(page)
+    page.check("#stretch")
+    assert fills(page) != before
+    norms = [h["mean"]["relative_norm"] for h in record["heads"]]
+    assert fills(page)[norms.index(min(norms))] == "rgb(68,1,84)"  # the end of the scale is the smallest value found
+    page.uncheck("#stretch")
+    page.select_option("#metric", "first_key_mass")
     page.select_option("#kind", "max")
     assert fills(page) != after
     assert "weight on the first key, largest over queries" in page.inner_text("#map-legend")
@@ -308,7 +316,7 @@ def test_the_views_of_a_head(show):
     page.keyboard.press("ArrowDown")
     assert page.inner_text("#window-readout").startswith("21 ")
     box = page.locator("#window").bounding_box()
-    page.mouse.move(box["x"] + box["width"] * 9.5 / 48, box["y"] + box["height"] * 10.5 / 48)
+    page.mouse.move(box["x"] + box["height"] * 9.5 / 48, box["y"] + box["height"] * 10.5 / 48)
     assert re.match(r"10 .* reads 9 “␣lay”: (0\.9|1)", page.inner_text("#window-readout"))
     query = record["top_keys"]["queries"][12]
     page.select_option("#query", str(query))

@@ -123,7 +123,7 @@
     }
     const found = known(all.flatMap((i) => (comparing ? [inFirst(i, name, kind), inSecond(i, name, kind)] : [inFirst(i, name, kind)])));
     let [low, high] = found.length ? [Math.min(...found), Math.max(...found)] : [0, 1];
-    const range = metric(name).range;
+    const range = state.stretch ? null : metric(name).range;
     if (range === "share") [low, high] = [0, 1];
     if (range === "zero") low = Math.min(0, low);
     if (low === high) high = low + 1;
@@ -136,6 +136,7 @@
     metric: statistics.includes("normalized_entropy") ? "normalized_entropy" : statistics[0],
     kind: "mean",
     view: "first",
+    stretch: false, // colours over the values found, not over all that are possible
     selected: 0,
     cursor: null, // the head under the pointer or the arrow keys, in every view
     reading: 0, // the query shown in the window
@@ -432,7 +433,7 @@
     const same = comparing && JSON.stringify(other.paths?.temperature) === JSON.stringify(paths.temperature);
     if (same) series.push({ name: names[1], style: "second", values: other.paths[name]?.[twinIndex[state.selected]] ?? [] });
     drawLines($("path"), {
-      x, series, start: logs.reduce((best, v, i) => (Math.abs(v) < Math.abs(logs[best]) ? i : best), 0), at: (i) => `τ = ${paths.temperature[i]}`, xTitle: "temperature τ (the model's own is 1)", yTitle: PATHS[name] ?? name,
+      x, series, start: logs.reduce((best, v, i) => (Math.abs(v) < Math.abs(logs[best]) ? i : best), 0), at: (i) => `τ = ${paths.temperature[i]}`, xTitle: `temperature τ (1: the model's own), ${plural(paths.rows, "sampled row")}`, yTitle: PATHS[name] ?? name,
       fromZero: name === "entropy", marks: x.map((share, i) => [share, String(paths.temperature[i])]),
     });
   }
@@ -458,6 +459,8 @@
     return (q, k, size) => (bytes.charCodeAt(q * size + k) / 255) ** 2; // stored as round(255 * sqrt(p))
   }
 
+  const MARGIN = 10; // right of the matrix, where a triangle points at the query that is read
+
   function drawWindow() {
     const view = inView().window;
     $("window-figure").hidden = $("strip-figure").hidden = !view || !view.tokens.length;
@@ -465,10 +468,11 @@
     const size = view.tokens.length;
     const weight = windowWeights();
     const canvas = $("window");
-    const cell = Math.max(3, Math.floor(Math.min(widthOf(canvas.parentElement), 420) / size));
+    const cell = Math.max(3, Math.floor((Math.min(widthOf(canvas.parentElement), 420) - MARGIN) / size));
     const ratio = window.devicePixelRatio || 1;
-    canvas.width = canvas.height = Math.round(cell * size * ratio);
-    canvas.style.width = canvas.style.height = `${cell * size}px`;
+    [canvas.width, canvas.height] = [cell * size + MARGIN, cell * size].map((length) => Math.round(length * ratio));
+    canvas.style.width = `${cell * size + MARGIN}px`;
+    canvas.style.height = `${cell * size}px`;
     const pen = canvas.getContext("2d");
     pen.scale(ratio, ratio);
     const css = getComputedStyle(document.documentElement);
@@ -481,11 +485,13 @@
       }
     }
     state.reading = Math.min(state.reading || size - 1, size - 1);
-    for (const [name, line] of [["--panel", 3], ["--ink", 1]]) {
-      pen.strokeStyle = css.getPropertyValue(name);
-      pen.lineWidth = line;
-      pen.strokeRect(0.5, state.reading * cell + 0.5, cell * (causal ? state.reading + 1 : size) - 1, cell - 1);
-    }
+    const tip = [(causal ? state.reading + 1 : size) * cell + 1, (state.reading + 0.5) * cell];
+    pen.fillStyle = css.getPropertyValue("--ink");
+    pen.beginPath();
+    pen.moveTo(...tip);
+    pen.lineTo(tip[0] + 8, tip[1] - 5);
+    pen.lineTo(tip[0] + 8, tip[1] + 5);
+    pen.fill();
     drawLegend($("window-legend"), VIRIDIS, "weight (root scale); queries ↓ read keys →", [0, 0.25, 0.5, 0.75, 1].map((r) => [r, tickText(Number((r * r).toPrecision(2)))]));
     const strip = view.tokens.map((token, k) => {
       const button = html("button", { type: "button", "aria-pressed": k === state.reading, tabindex: k === state.reading ? 0 : -1, title: `position ${view.start + k}: ${show(weight(state.reading, k, size))}`, onclick: () => pick(k), onkeydown: stripKey }, tokenText(token));
@@ -525,7 +531,7 @@
     const box = $("window").getBoundingClientRect();
     const size = inView().window.tokens.length;
     const index = (offset, length) => Math.min(Math.max(Math.floor((offset / length) * size), 0), size - 1);
-    return [index(event.clientY - box.top, box.height), index(event.clientX - box.left, box.width)];
+    return [index(event.clientY - box.top, box.height), index(event.clientX - box.left, box.width - MARGIN)];
   }
 
   function windowKey(event) {
@@ -537,7 +543,7 @@
 
   function drawStatistics() {
     const i = state.selected;
-    const kinds = [["mean", "mean"], ["min", "smallest"], ["max", "largest"]];
+    const kinds = [...$("kind").options].map((choice) => [choice.value, choice.text]);
     const sides = comparing ? [[inFirst, names[0]], [inSecond, names[1]]] : [[inFirst, ""]];
     const title = sides.flatMap(([, name]) => kinds.map(([, word]) => html("th", { scope: "col" }, name ? `${word}, ${name}` : word)));
     $("statistics").replaceChildren(
@@ -675,6 +681,7 @@
   $("rule").append(option("", "any or none"), ...[...new Set(record.findings.filter((f) => f.layer !== null).map((f) => f.rule))].map((rule) => option(rule, rule)));
   $("position-statistic").append(...Object.keys(record.positions?.values ?? {}).map((name) => option(name, withUnit(name), name === "entropy")));
   $("path-statistic").append(...Object.keys(PATHS).filter((name) => record.paths?.[name]).map((name) => option(name, PATHS[name])));
+  for (const choice of [...$("kind").options]) if (!heads.some((h) => h[choice.value])) choice.remove();
   if (comparing) {
     $("view-label").hidden = false;
     $("view").append(option("first", names[0]), option("second", names[1]), option("difference", "difference"));
@@ -688,6 +695,7 @@
       markCursor();
     });
   }
+  $("stretch").addEventListener("change", () => { state.stretch = $("stretch").checked; drawMap(); markCursor(); });
   $("rule").addEventListener("change", () => { state.rule = $("rule").value; drawTable(); markCursor(); });
   $("more").addEventListener("click", () => { state.all = true; drawTable(); markCursor(); });
   $("position-statistic").addEventListener("change", drawPosition);
