@@ -58,3 +58,11 @@ def with_threads(run):
         return results
     finally:
         torch.set_num_threads(before)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How many tests of the report page were not run for want of a browser."""
+    skipped = [r for r in terminalreporter.stats.get("skipped", []) if "no browser: " in str(r.longrepr)]
+    if skipped:
+        reason = str(skipped[0].longrepr[2]).partition("no browser: ")[2]
+        terminalreporter.write_line(f"{len(skipped)} tests of the report page skipped: {reason}", yellow=True)
