@@ -228,9 +228,9 @@ def run(backend: str, form: Form, names: tuple[str, ...], budget: Budget) -> dic
     """Output and statistics by a backend, at the temperatures that meet the budget."""
     form, hard = match(backend, form, budget)
     results = ops.run(backend, form, names)
-    if not torch.is_grad_enabled() or not any(result.requires_grad for result in results.values()):
-        if not torch._C._are_functorch_transforms_active():
-            return results
+    recording = torch.is_grad_enabled() and any(result.requires_grad for result in results.values())
+    if not recording and not torch._C._are_functorch_transforms_active():
+        return results
     # The plan of a hard row does not move, but rounding divided by a temperature near 0 would: its gradient is cut, and
     # the values' is taken from a second run over these rows.
     rows = slice(0, form.shape[2])

@@ -204,7 +204,7 @@ class Budget(Part, abstract=True):
 
 
 class MatchKL(Budget):
-    """Each row's temperature is the one at which KL(p || pi / sum(pi)) = budget: as `Transport(temperature=MatchKL(c))`.
+    """Each row's temperature is the one at which KL(p || pi / sum(pi)) = budget.
 
     This is the constrained form: of all plans that stray from the prior by at most `budget` nats, the one of highest
     expected score. `budget` is a number or a tensor that broadcasts to [B, H, Tq, 1], and may require grad.
