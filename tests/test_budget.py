@@ -95,14 +95,14 @@ def test_budgets_out_of_reach_give_the_nearest_plan(backend):
     tied = torch.tensor([0.5, 0.0, 0.5, 0.0, 0.0], dtype=D)
     for cold in (MatchKL(100.0), MatchKL(math.log(5) + 1e-3), MatchEntropy(0.0), MatchEntropy(-1.0)):
         weights = plan(cold)
-        assert torch.allclose(weights[0], tied, atol=1e-11) and torch.allclose(weights[2], one_hot, atol=1e-11)
+        assert torch.allclose(weights[0], tied, atol=1e-7) and torch.allclose(weights[2], one_hot, atol=1e-7)
         assert torch.allclose(weights[1], uniform)
     for hot in (MatchKL(0.0), MatchKL(-1.0), MatchEntropy(9.0), MatchEntropy(math.log(5))):
         assert torch.allclose(plan(hot), uniform.expand(3, 5), atol=1e-15 if hot != MatchEntropy(math.log(5)) else 1e-7)
     assert torch.allclose(plan(MatchKL(0.0), Bias(log_prior)), prior.expand(3, 5), atol=1e-15)
     weighted = plan(MatchKL(50.0), Bias(log_prior))
     by_prior = torch.tensor([0.25, 0.0, 0.75, 0.0, 0.0], dtype=D)
-    assert torch.allclose(weighted[0], by_prior, atol=1e-9) and torch.allclose(weighted[2], one_hot, atol=1e-9)
+    assert torch.allclose(weighted[0], by_prior, atol=1e-7) and torch.allclose(weighted[2], one_hot, atol=1e-7)
     # between log(5/2), which the tie allows, and log 5, which one key has: only the last row can meet it
     half = statistics(plan(MatchKL(1.2)), torch.zeros(3, 5, dtype=D))[0]
     assert torch.allclose(half, torch.tensor([math.log(2.5), 0.0, 1.2], dtype=D), atol=1e-10)
@@ -281,6 +281,18 @@ def test_rows_at_a_limit_have_clean_gradients(dtype):
         out = regard.attention(q, k, v, attn_mask=no_keys, problem=Transport(temperature=rule))
         assert (out[:, :, :5] == 0).all() and torch.equal(out[:, :, 5:], v[:, :, 3:4].expand(-1, -1, 35, -1))
         assert all(g.isfinite().all() for g in torch.autograd.grad(out.float().sum(), (q, k, v)))
+
+
+def test_float32_gradients_are_float64s():
+    """Over rows inside and at their limits, under a prior without and with weights."""
+    for prior in (Causal(), Causal() * ALiBi(0.3)):
+        found = []
+        for dtype, backend in ((torch.float32, "auto"), (D, "torch")):
+            q, k, v = (draw(n, 1, 2, 40, 8, dtype=torch.float32).to(dtype).requires_grad_() for n in range(3))
+            out = regard.attention(q, k, v, problem=Transport(prior=prior, temperature=MatchKL(1.0)), backend=backend)
+            found.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+        for mine, exact in zip(*found, strict=True):
+            assert ((mine - exact).abs().max() / exact.abs().max()) < 1e-4
 
 
 def test_dropout_keeps_its_mask():

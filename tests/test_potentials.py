@@ -144,8 +144,8 @@ def test_kl_hardens_exponentially(seed, n, gap, tau):
 @modest
 @given(seeds, sizes, st.floats(0.05, 2.0), st.floats(1.1, 3.0))
 def test_tsallis_is_hard_below_a_threshold(seed, n, gap, alpha):
-    """With p = [(alpha - 1)(s - lambda)/tau]_+^(1/(alpha - 1)) the best key alone takes all as soon as the second's price
-    is not above 0 at p_max = 1: exactly when tau <= (alpha - 1) gap. Sparsemax (alpha = 2): tau <= gap."""
+    """With p = [(alpha - 1)(s - lambda)/tau]_+^(1/(alpha - 1)) the best key alone takes all as soon as the second's
+    price is not above 0 at p_max = 1: exactly when tau <= (alpha - 1) gap. Sparsemax (alpha = 2): tau <= gap."""
     scores = separated(draw(seed, 4, n), gap)
     threshold = (alpha - 1) * gap
     hard = torch.nn.functional.one_hot(scores.argmax(-1), n).to(D)

@@ -29,7 +29,7 @@ from .statistics import DIFFERENTIABLE, STATISTICS
 
 MEASURED = ("kl", "score_variance")  # what each pass measures
 _INSIDE, _FIXED, _HARD = 0, 1, 2  # a row that meets its budget; one whose plan is its prior's; one at the hard limit
-_PASSES = 100  # never reached but by rows that rounding keeps from any goal
+_PASSES = 40  # never reached but by rows that rounding keeps from any goal
 
 
 def _hottest(dtype: torch.dtype) -> float:
@@ -65,7 +65,7 @@ def _search(
     most = torch.full_like(budget, math.inf)  # KL of the hard plan, where it is known
     state = torch.where(budget <= 0, _FIXED, _INSIDE)
     looked = False
-    negligible = 1e-12 if dtype == torch.float64 else 1e-8
+    negligible = 1e-9 if dtype == torch.float64 else 1e-8  # of the hard plan's KL
     # (in float64?, tolerance, passes): a float32 pass knows a KL to about 1e-6, so the last one is in float64.
     stages = [(True, 1e-5, _PASSES)] if dtype == torch.float64 else [(False, 2e-2, 8), (True, 1e-3, _PASSES)]
     for exact, tolerance, passes in stages:
@@ -80,15 +80,16 @@ def _search(
             part = _Newton(x[:, :, rows], low[:, :, rows], high[:, :, rows], budget[:, :, rows], most[:, :, rows])
             going = active[:, :, rows]
             following, settled = part.step(kl.double(), variance.double(), noise, tolerance)
-            x[:, :, rows] = torch.where(going & ~kl.isnan(), following, x[:, :, rows])
-            active[:, :, rows] = going & ~settled & ~kl.isnan()
+            arrived = (state[:, :, rows] == _HARD) & (kl >= part.most * (1 - 30 * negligible))
+            x[:, :, rows] = torch.where(going & ~arrived & ~kl.isnan(), following, x[:, :, rows])
+            active[:, :, rows] = going & ~settled & ~arrived & ~kl.isnan()
             doubtful = active & (high == math.inf)
             if (number >= 1 or exact) and not looked and (rows := _span(doubtful)) is not None:
                 looked = True
                 most[:, :, rows] = hardest(rows)
                 nearest = most * (1 - negligible)
                 beyond = doubtful & (budget >= nearest)
-                state = torch.where(beyond, torch.where(most <= 1e-12, _FIXED, _HARD), state)
+                state = torch.where(beyond, torch.where(most <= 1e-9, _FIXED, _HARD), state)
                 budget = torch.where(state == _HARD, nearest, budget)
                 active = active & (state != _FIXED)
     x = torch.where((state == _FIXED) & (budget > 0), 0.0, x)  # one key, or all alike: any temperature will do
@@ -133,7 +134,7 @@ class _Newton:
         aim = torch.minimum(budget, torch.where(known, wanted, math.inf))
         close = (kl - budget).abs() <= 1e-2 * aim + noise
         settled = (close & ~outside & (newton.abs() <= tolerance)) | (kl == budget)
-        settled = settled | (bracketed & (high - low <= 1e-14))
+        settled = settled | (bracketed & (high - low <= tolerance**2))
         return torch.where(kl == budget, x, following), settled
 
 
