@@ -29,13 +29,17 @@ from .statistics import DIFFERENTIABLE, STATISTICS
 
 MEASURED = ("kl", "score_variance")  # what each pass measures
 _INSIDE, _FIXED, _HARD = 0, 1, 2  # a row that meets its budget; one whose plan is its prior's; one at the hard limit
-_PASSES = 100  # never reached but by rows that rounding keeps from any goal
+_PASSES = 40  # never reached but by rows that rounding keeps from any goal
 
 
-def _extremes(dtype: torch.dtype) -> tuple[float, float]:
-    """Temperatures that stand for 0 and infinity: the plan is hard, or the prior, to rounding, and squares of s/tau
-    are still numbers."""
-    return (1e-100, 1e100) if dtype == torch.float64 else (1e-15, 1e15)
+def _hottest(dtype: torch.dtype) -> float:
+    """A temperature that stands for infinity: the plan is the prior to rounding."""
+    return 1e100 if dtype == torch.float64 else 1e15
+
+
+def _coldest(dtype: torch.dtype) -> float:
+    """No temperature is below this: squares of s/tau are still numbers."""
+    return 1e-100 if dtype == torch.float64 else 1e-15
 
 
 # --- the search -------------------------------------------------------------------------------------------------------
@@ -48,23 +52,27 @@ def _search(
     measure: Measure,
     hardest: Callable[[slice], Tensor],  # KL of the hard plan of these rows, in float64
     budget: Tensor,
-    tolerances: list[tuple[bool, float]],
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """ln beta of each row [B, H, Tq], and what became of it (_INSIDE, _FIXED or _HARD); all in float64.
 
     Newton is done on the logarithm of KL / (KL_hard - KL) in ln beta: nearly straight near either end. The hard plan's
-    KL is measured for the rows alone that two passes did not carry over their budget. A tolerance bounds the last step
-    of Newton: what it leaves is its square.
+    KL is measured for the rows alone that two passes did not carry over their budget; those that cannot meet it are
+    sent as near to the hard plan as rounding can tell, and no colder: backward passes make the plan again. A tolerance
+    bounds the last step of Newton: what it leaves is its square.
     """
     x = torch.zeros_like(budget)
     most = torch.full_like(budget, math.inf)  # KL of the hard plan, where it is known
     state = torch.where(budget <= 0, _FIXED, _INSIDE)
     looked = False
-    for exact, tolerance in tolerances:
+    negligible = 1e-9 if dtype == torch.float64 else 1e-8  # of the hard plan's KL
+    # (in float64?, tolerance, passes): a float32 pass knows a KL to about 1e-6, so the last one is in float64.
+    stages = [(True, 1e-5, _PASSES)] if dtype == torch.float64 else [(False, 2e-2, 8), (True, 1e-3, _PASSES)]
+    for exact, tolerance, passes in stages:
         noise = 1e-13 if exact else 3e-6
         low, high = torch.full_like(x, -math.inf), torch.full_like(x, math.inf)
-        active = state == _INSIDE
-        for number in range(_PASSES):
+        active = state != _FIXED
+        for number in range(passes):
             rows = _span(active)
             if rows is None:
                 break
@@ -72,16 +80,18 @@ def _search(
             part = _Newton(x[:, :, rows], low[:, :, rows], high[:, :, rows], budget[:, :, rows], most[:, :, rows])
             going = active[:, :, rows]
             following, settled = part.step(kl.double(), variance.double(), noise, tolerance)
-            x[:, :, rows] = torch.where(going & ~kl.isnan(), following, x[:, :, rows])
-            active[:, :, rows] = going & ~settled & ~kl.isnan()
+            arrived = (state[:, :, rows] == _HARD) & (kl >= part.most * (1 - 30 * negligible))
+            x[:, :, rows] = torch.where(going & ~arrived & ~kl.isnan(), following, x[:, :, rows])
+            active[:, :, rows] = going & ~settled & ~arrived & ~kl.isnan()
             doubtful = active & (high == math.inf)
-            if number >= 1 and not looked and (rows := _span(doubtful)) is not None:
+            if (number >= 1 or exact) and not looked and (rows := _span(doubtful)) is not None:
                 looked = True
                 most[:, :, rows] = hardest(rows)
-                # Within rounding of the hard plan there is nothing to search for.
-                beyond = doubtful & (budget >= most * (1 - 1e-9))
-                state = torch.where(beyond, torch.where(most <= 1e-12, _FIXED, _HARD), state)
-                active = active & ~beyond
+                nearest = most * (1 - negligible)
+                beyond = doubtful & (budget >= nearest)
+                state = torch.where(beyond, torch.where(most <= 1e-9, _FIXED, _HARD), state)
+                budget = torch.where(state == _HARD, nearest, budget)
+                active = active & (state != _FIXED)
     x = torch.where((state == _FIXED) & (budget > 0), 0.0, x)  # one key, or all alike: any temperature will do
     return x, state
 
@@ -110,7 +120,9 @@ class _Newton:
         known = most < math.inf
         room = torch.where(known, torch.maximum(most - kl, 1e-12 * most), 1.0)
         wanted = torch.where(known, torch.maximum(most - budget, 1e-12 * most), 1.0)
-        near = torch.where(kl < noise, torch.maximum(kl, variance / 2), kl).clamp(min=1e-300)  # KL = Var/2 near beta = 0
+        near = torch.where(kl < noise, torch.maximum(kl, variance / 2), kl).clamp(
+            min=1e-300
+        )  # KL = Var/2 near beta = 0
         slope = variance * (1 / near + torch.where(known, 1 / room, 0.0))
         newton = ((budget.clamp(min=1e-300) / near).log() + (room / wanted).log()) / slope
         unsure = ~newton.isfinite() | ((newton == 0) & (kl != budget))
@@ -122,35 +134,26 @@ class _Newton:
         aim = torch.minimum(budget, torch.where(known, wanted, math.inf))
         close = (kl - budget).abs() <= 1e-2 * aim + noise
         settled = (close & ~outside & (newton.abs() <= tolerance)) | (kl == budget)
-        settled = settled | (bracketed & (high - low <= 1e-14))
+        settled = settled | (bracketed & (high - low <= tolerance**2))
         return torch.where(kl == budget, x, following), settled
 
 
-def _tolerances(dtype: torch.dtype) -> list[tuple[bool, float]]:
-    """(exact, tolerance) of each stage. A float32 pass knows a KL to about 1e-6, so the last one is in float64."""
-    if dtype == torch.float64:
-        return [(True, 1e-5)]
-    return [(False, 2e-2), (True, 1e-3)] if dtype == torch.float32 else [(False, 1e-3)]
-
-
 def _cold(like: Tensor) -> Tensor:
-    return torch.full_like(like, _extremes(torch.float64)[0])
+    return torch.full_like(like, _coldest(torch.float64))
 
 
 def _finish(x: Tensor, state: Tensor, budget: Tensor, dtype: torch.dtype) -> Tensor:
     """Temperatures [B, H, Tq, 1] in the compute dtype."""
-    cold, hot = _extremes(dtype)
-    temperature = (-x).exp().clamp(cold, hot)
-    temperature = torch.where((state == _FIXED) & (budget <= 0), hot, temperature)
-    return torch.where(state == _HARD, cold, temperature).to(dtype)[..., None]
+    temperature = (-x).exp().clamp(_coldest(dtype), _hottest(dtype))
+    return torch.where((state == _FIXED) & (budget <= 0), _hottest(dtype), temperature).to(dtype)[..., None]
 
 
 # --- scores in memory -------------------------------------------------------------------------------------------------
 
 
-def match_scores(form: Form, scores: Tensor, budget: Budget) -> Form:
-    """The form of rows whose scores [B, H, Tq, Tk] are at hand, with the temperatures that meet the budget.
-    Differentiable (once)."""
+def match_scores(form: Form, scores: Tensor, budget: Budget) -> tuple[Form, Tensor]:
+    """The form of rows whose scores [B, H, Tq, Tk] are at hand, with the temperatures that meet the budget, and where
+    [B, H, Tq, 1] they stand for 0. Differentiable (once)."""
     B, H, Tq, Tk = scores.shape
     form = dataclasses.replace(form, hard=False)
     target = _row_budget(form, budget, B, H, Tq, scores.dtype, scores.device)
@@ -170,12 +173,12 @@ def match_scores(form: Form, scores: Tensor, budget: Budget) -> Form:
     with torch.no_grad():
         admissible = form.admissible(Tq, Tk, scores.device)
         count = (
-            torch.full((), Tk, device=scores.device)
-            if admissible is None
-            else admissible.expand(B, H, Tq, Tk).sum(-1)
+            torch.full((), Tk, device=scores.device) if admissible is None else admissible.expand(B, H, Tq, Tk).sum(-1)
         )
         wanted = _as_kl(budget.statistic, target.double(), count).expand(B, H, Tq).clone()
-        x, state = _search(measure, lambda rows: measure(_cold(wanted[:, :, rows]), rows, True)[0], wanted, [(True, 1e-5)])
+        x, state = _search(
+            measure, lambda rows: measure(_cold(wanted[:, :, rows]), rows, True)[0], wanted, torch.float64
+        )
         temperature = _finish(x, state, wanted, scores.dtype)
         _, variance = measure((-x).exp(), slice(0, Tq), True)
     inside, hard = (state == _INSIDE)[..., None], (state == _HARD)[..., None]
@@ -187,13 +190,7 @@ def match_scores(form: Form, scores: Tensor, budget: Budget) -> Form:
         rate = torch.where(inside, temperature.double() / variance[..., None], 0.0).to(scores.dtype)
         moved = temperature + torch.where(inside, off - off.detach(), 0.0) * rate
         temperature = torch.where(inside, moved, temperature)
-    return _hard_routing(dataclasses.replace(form, temperature=temperature), hard)
-
-
-def _hard_routing(form: Form, hard: Tensor) -> Form:
-    """With temperature 0 itself where it may stand: the definition has it."""
-    assert isinstance(form.temperature, Tensor)
-    return dataclasses.replace(form, temperature=torch.where(hard, 0.0, form.temperature), hard=True)
+    return dataclasses.replace(form, temperature=temperature), hard
 
 
 def _row_budget(
@@ -231,14 +228,12 @@ def _as_kl(statistic: str, target: Tensor, count: Tensor) -> Tensor:
 def run(backend: str, form: Form, names: tuple[str, ...], budget: Budget) -> dict[str, Tensor]:
     """Output and statistics by a backend, at the temperatures that meet the budget."""
     form, hard = match(backend, form, budget)
-    if backend == "torch":
-        return ops.run(backend, _hard_routing(form, hard), names)
     results = ops.run(backend, form, names)
-    if not torch.is_grad_enabled() or not any(result.requires_grad for result in results.values()):
-        if not torch._C._are_functorch_transforms_active():
-            return results
-    # At a temperature near 0 the plan of a hard row does not move, but rounding over it would: its gradient is cut,
-    # and the values' is taken from a second run over these rows.
+    recording = torch.is_grad_enabled() and any(result.requires_grad for result in results.values())
+    if not recording and not torch._C._are_functorch_transforms_active():
+        return results
+    # The plan of a hard row does not move, but rounding divided by a temperature near 0 would: its gradient is cut, and
+    # the values' is taken from a second run over these rows.
     rows = slice(0, form.shape[2])
     if concrete(hard):
         found = _span(hard.squeeze(-1))
@@ -252,7 +247,11 @@ def run(backend: str, form: Form, names: tuple[str, ...], budget: Budget) -> dic
         frozen = form.with_tensors({n: t.detach() for n, t in form.tensors().items() if n != "value"})
         still = ops.run(backend, _rows_of(frozen, rows), ("out",))["out"]
         out = results["out"]
-        pieces = [out[:, :, : rows.start], torch.where(hard[:, :, rows], still, out[:, :, rows]), out[:, :, rows.stop :]]
+        pieces = [
+            out[:, :, : rows.start],
+            torch.where(hard[:, :, rows], still, out[:, :, rows]),
+            out[:, :, rows.stop :],
+        ]
         results["out"] = torch.cat(pieces, 2)
     return results
 
@@ -337,7 +336,7 @@ def _temperatures(backend: str, statistic: str, budget: Tensor, form: Form) -> t
         if statistic == "entropy":
             count = solver.forward(_without_scores(form), ("support",))["support"]
         wanted = _as_kl(statistic, budget.double(), count).expand(B, H, Tq).clone()
-        x, state = _search(measure, hardest, wanted, _tolerances(form.query.dtype))
+        x, state = _search(measure, hardest, wanted, form.dtype)
         return _finish(x, state, wanted, form.dtype), state[..., None].clone()
 
 

@@ -89,8 +89,11 @@ def solve(scores: Tensor, problem: Transport | None = None) -> Plan:
     problem = Transport() if problem is None else problem
     form, folded = _lower_scores(scores, problem)
     if isinstance(problem.temperature, Budget):
-        form = match_scores(form, folded, problem.temperature)
-    rows = definition.solve_rows(form, folded, order=2)
+        form, hard = match_scores(form, folded, problem.temperature)
+        rows = definition.solve_rows(form, folded, order=2)
+        rows.weights, rows.dual = (torch.where(hard, t.detach(), t) for t in (rows.weights, rows.dual))  # they stay
+    else:
+        rows = definition.solve_rows(form, folded, order=2)
     weights = rows.weights[..., : scores.shape[-1]].reshape(scores.shape)
     return Plan(weights.to(scores.dtype), rows.dual.reshape(scores.shape[:-1]), scores, problem)
 
@@ -107,7 +110,7 @@ def certify(scores: Tensor, weights: Tensor, problem: Transport | None = None) -
         on_cpu = pytree.tree_map(lambda t: t.detach().cpu(), problem)
         form, folded = _lower_scores(scores.detach().cpu(), on_cpu, torch.float64)
         if isinstance(problem.temperature, Budget):
-            form = match_scores(form, folded, on_cpu.temperature)
+            form, _ = match_scores(form, folded, on_cpu.temperature)
         best = definition.solve_rows(form, folded, order=2)
         p = weights.detach().cpu().reshape(folded.shape).double()
         # Rows without any key are solved as one key that is not admissible.

@@ -204,14 +204,14 @@ class Budget(Part, abstract=True):
 
 
 class MatchKL(Budget):
-    """Each row's temperature is the one at which KL(p || pi / sum(pi)) = budget: as `Transport(temperature=MatchKL(c))`.
+    """Each row's temperature is the one at which KL(p || pi / sum(pi)) = budget.
 
     This is the constrained form: of all plans that stray from the prior by at most `budget` nats, the one of highest
     expected score. `budget` is a number or a tensor that broadcasts to [B, H, Tq, 1], and may require grad.
 
     A budget that a row cannot meet gives the nearest plan that it can: 0 or less the prior itself (temperature near
-    infinity), more than the hard plan has (log of sum(pi) / pi of the best keys) hard routing (temperature near 0: the
-    best key, or equal ones together). In such a row the plan does not move: only the values get a gradient.
+    infinity), more than the hard plan has (log of sum(pi) / pi of the best keys) hard routing, to rounding: the best
+    key, or equal ones by their priors. In such a row the plan does not move: only the values get a gradient.
     A masked key must be forbidden (a bool mask, -inf): a very low score is still a score of an admissible key.
     """
 

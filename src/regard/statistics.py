@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from .checks import may_be_zero
 from .form import Form, known_hard
 from .parts import Scalar
-from .problem import Transport
+from .problem import Budget, Transport
 from .regularizers import KL, Regularizer
 
 
@@ -50,7 +50,7 @@ class AuxRequest:
         problem = Transport() if problem is None else problem
         if not isinstance(problem, Transport):
             raise TypeError(f"problem: expected a Transport, got {problem!r}")
-        hard = may_be_zero(problem.temperature)
+        hard = not isinstance(problem.temperature, Budget) and may_be_zero(problem.temperature)
         missing = {"lse": hard or not isinstance(problem.regularizer, KL), "score_variance": hard}
         return cls(**{f.name: not missing.get(f.name, False) for f in fields(cls)})
 
