@@ -16,12 +16,12 @@ from torch import Tensor
 
 import regard
 from regard import KL, Transport, Tsallis
-from regard.problem import Transport as Problem
 
 FOLDER = Path(__file__).parent / "figures"
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #24292f } .small { font-size: 11px; fill: #57606a }
-.bold { font-weight: 600 } .axis { stroke: #8c959f; stroke-width: 1; fill: none } .grid { stroke: #d0d7de; stroke-width: .6 }
+.bold { font-weight: 600 } .axis { stroke: #8c959f; stroke-width: 1; fill: none }
+.grid { stroke: #d0d7de; stroke-width: .6 }
 .a { stroke: #0969da; fill: none } .b { stroke: #bc4c00; fill: none } .c { stroke: #1a7f37; fill: none }
 .d { stroke: #8250df; fill: none }
 .fa { fill: #0969da } .fb { fill: #bc4c00 } .fc { fill: #1a7f37 } .fd { fill: #8250df } .fg { fill: #8c959f }
@@ -132,7 +132,7 @@ def contour(values: Tensor, corner: Callable[[int, int], Point], level: float) -
 def simplex() -> None:
     """Three keys: what each plan is worth, and where the best one goes as the temperature falls."""
     scores = torch.tensor([1.0, 0.7, 0.0])
-    panels: list[tuple[str, Problem, str]] = [
+    panels: list[tuple[str, Transport, str]] = [
         ("softmax (KL), τ = 0.25", Transport(KL(), temperature=0.25), "a"),
         ("softmax (KL), τ = 1", Transport(KL(), temperature=1.0), "a"),
         ("sparsemax (Tsallis 2), τ = 1", Transport(Tsallis(2.0), temperature=1.0), "b"),
@@ -140,6 +140,7 @@ def simplex() -> None:
     drawing = Drawing(840, 300, "The objective over the simplex of three keys and its optimum as the temperature moves")
     side, n = 230, 61
     temperatures = torch.logspace(-2.3, 2.3, 161)
+    grid = torch.linspace(0, 1, n)
     for panel, (title, problem, style) in enumerate(panels):
         left, bottom = 30 + 275 * panel, 252.0
 
@@ -147,14 +148,16 @@ def simplex() -> None:
             """Key 1 on top, key 2 at the right, key 3 at the left."""
             return left + side * (p2 + p1 / 2), bottom - side * math.sqrt(0.75) * p1
 
-        grid = torch.linspace(0, 1, n)
+        def corner(i: int, j: int, place: Callable[[float, float], Point] = place) -> Point:
+            return place(grid[i].item(), grid[j].item())
+
         p1, p2 = torch.meshgrid(grid, grid, indexing="ij")
         plans = torch.stack([p1, p2, (1 - p1 - p2).clamp(min=0)], -1)
         worth = regard.certify(scores.expand_as(plans), plans, problem).primal
         best = regard.solve(scores, problem)
         top = float(best.certificate().primal)
         for step in (0.01, 0.04, 0.09, 0.16, 0.25, 0.36, 0.49, 0.64, 0.81):
-            drawing.segments(contour(worth, lambda i, j: place(grid[i].item(), grid[j].item()), top - step), "level")
+            drawing.segments(contour(worth, corner, top - step), "level")
         drawing.path((place(1, 0), place(0, 1), place(0, 0)), "axis", closed=True)
         regularizer = problem.regularizer
         path = regard.solve(
