@@ -57,7 +57,7 @@ def _search(
     """ln beta of each row [B, H, Tq], and what became of it (_INSIDE, _FIXED or _HARD); all in float64.
 
     Newton is done on the logarithm of KL / (KL_hard - KL) in ln beta: nearly straight near either end. The hard plan's
-    KL is measured for the rows alone that two passes did not carry over their budget; those that cannot meet it are
+    KL is measured for the rows alone that four passes did not carry over their budget; those that cannot meet it are
     sent as near to the hard plan as rounding can tell, and no colder: backward passes make the plan again. A tolerance
     bounds the last step of Newton: what it leaves is its square.
     """
@@ -68,7 +68,7 @@ def _search(
     negligible = 1e-9 if dtype == torch.float64 else 1e-8  # of the hard plan's KL
     # (in float64?, tolerance, passes): a float32 pass knows a KL to about 1e-6, so the last one is in float64.
     stages = [(True, 1e-5, _PASSES)] if dtype == torch.float64 else [(False, 2e-2, 8), (True, 1e-3, _PASSES)]
-    for exact, tolerance, passes in stages:
+    for stage, (exact, tolerance, passes) in enumerate(stages):
         noise = 1e-13 if exact else 3e-6
         low, high = torch.full_like(x, -math.inf), torch.full_like(x, math.inf)
         active = state != _FIXED
@@ -84,7 +84,7 @@ def _search(
             x[:, :, rows] = torch.where(going & ~arrived & ~kl.isnan(), following, x[:, :, rows])
             active[:, :, rows] = going & ~settled & ~arrived & ~kl.isnan()
             doubtful = active & (high == math.inf)
-            if (number >= 1 or exact) and not looked and (rows := _span(doubtful)) is not None:
+            if (number >= 3 or stage) and not looked and (rows := _span(doubtful)) is not None:
                 looked = True
                 most[:, :, rows] = hardest(rows)
                 nearest = most * (1 - negligible)
