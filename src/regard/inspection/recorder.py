@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import hashlib
 import inspect as signatures
 import itertools
@@ -20,24 +21,26 @@ from ..form import lower
 from ..operator import attention
 from ..parts import describe
 from ..plan import weights_at
-from ..problem import Documents, Rows, Transport
+from ..problem import Documents, Prior, Rows, Transport, Window
 from ..regularizers import KL
 from ..statistics import NAMES, AuxRequest
-from .result import DERIVED, Inspection, Layer, position_bins
+from .result import DERIVED, PATTERNS, Inspection, Layer, position_bins
+from .views import Views
 
 _watchers = itertools.count()
 SAVE_EVERY = 10.0  # seconds between two writes of a run file
 
 
 @contextlib.contextmanager
-def watch(model: nn.Module, *, statistics: Iterable[str] | None = None) -> Iterator[Inspection]:
+def watch(model: nn.Module, *, statistics: Iterable[str] | None = None, patterns: bool = False) -> Iterator[Inspection]:
     """Record the attention of a transformers model while the block runs, in a loop of your own.
 
     The Inspection fills as the model is called; forward passes that activation checkpointing repeats are not counted
     twice. Afterwards the model is as it was. `statistics`: names of `AuxRequest`'s fields; None is all that the model's
-    problem defines but `key_mass`, which costs most.
+    problem defines but `key_mass`, which costs most. `patterns` adds the mean weight on the query's own key, on the one
+    before it and on those that follow an earlier copy of its token (about one more pass over the keys).
     """
-    recorder = _Recorder(model, statistics)
+    recorder = _Recorder(model, statistics, patterns)
     with recorder.listening():
         yield recorder.inspection
 
@@ -47,6 +50,9 @@ def inspect(
     inputs: Any,
     *,
     statistics: Iterable[str] | None = None,
+    patterns: bool = False,
+    views: bool = False,
+    tokenizer: Any = None,
     batch_size: int | None = None,
     run: str | Path | None = None,
     progress: bool | None = None,
@@ -54,15 +60,18 @@ def inspect(
     """Run a transformers model over inputs and see what its attention does.
 
     `inputs`: token ids [T] or [B, T], a dict of the model's arguments, or an iterable of such; `batch_size` cuts what
-    is larger. `statistics` as in `watch`. With `run=FILE` the state is written there now and then and at an
-    interruption, and the same call continues from it. `progress` (None: on a terminal) shows how far it is.
+    is larger. `statistics` and `patterns` as in `watch`. `views` takes a close look at the first sequence, for the
+    report: a window of each plan, the top keys of some queries, their path along the temperature; `tokenizer` gives the
+    tokens' text. With `run=FILE` the state is written there now and then and at an interruption, and the same call
+    continues from it. `progress` (None: on a terminal) shows how far it is.
     """
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         raise ValueError(f"batch_size: expected a positive int or None, got {describe(batch_size)}")
-    recorder = _Recorder(model, statistics)
+    recorder = _Recorder(model, statistics, patterns)
     if run is not None and Path(run).exists():
         recorder.resume(Inspection.load(run), run)
     result = recorder.inspection
+    began = time.monotonic()
     done, seen, digest, saved = result.batches, 0, hashlib.sha256(), time.monotonic()
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -74,7 +83,11 @@ def inspect(
                 if seen == done and digest.hexdigest() != result.digest:
                     raise ValueError(f"run: expected the inputs that {str(run)!r} was begun with, got others")
                 if seen > done:
+                    recorder.views = Views() if views and seen == 1 else None
                     recorder.forward(batch)
+                    if recorder.views is not None:
+                        result.views = recorder.views.finish(_texts(batch, tokenizer))
+                    _count(result.about, batch)
                     result.batches, result.digest = seen, digest.hexdigest()
                     if run is not None and time.monotonic() - saved > SAVE_EVERY:
                         result.save(run)
@@ -83,6 +96,7 @@ def inspect(
             if seen < done:
                 raise ValueError(f"run: {str(run)!r} has seen {done} batches, but the inputs have {seen}")
     finally:
+        result.about["seconds"] = round(result.about.get("seconds", 0.0) + time.monotonic() - began, 2)
         for module, training in modes:
             module.training = training
         if run is not None and result.batches > done:
@@ -125,6 +139,26 @@ def _feed(digest: Any, batch: dict[str, Any]) -> None:
             digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
+def _count(about: dict[str, Any], batch: dict[str, Any]) -> None:
+    """Tokens, sequences and the longest of them, so far."""
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    if isinstance(ids, Tensor) and ids.dim() == 2:
+        padded = isinstance(mask, Tensor) and mask.dim() == 2
+        lengths = mask.sum(-1) if isinstance(mask, Tensor) and padded else torch.full((ids.shape[0],), ids.shape[1])
+        about["tokens"] = about.get("tokens", 0) + int(lengths.sum())
+        about["sequences"] = about.get("sequences", 0) + ids.shape[0]
+        about["longest"] = max(about.get("longest", 0), int(lengths.max()))
+
+
+def _texts(batch: dict[str, Any], tokenizer: Any) -> list[str] | None:
+    """The first sequence, token by token; without a tokenizer its ids."""
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor):
+        return None
+    row = ids[0].tolist()
+    return [str(i) for i in row] if tokenizer is None else [tokenizer.decode([i]) for i in row]
+
+
 @contextlib.contextmanager
 def _progress(inputs: Any, batch_size: int | None, wanted: bool | None) -> Iterator[Callable[[], None]]:
     """A bar on the terminal's error stream, and what moves it."""
@@ -146,7 +180,7 @@ def _progress(inputs: Any, batch_size: int | None, wanted: bool | None) -> Itera
 class _Recorder:
     """Puts itself in the place of a model's attention, computes it, and adds what it saw to an Inspection."""
 
-    def __init__(self, model: nn.Module, statistics: Iterable[str] | None) -> None:
+    def __init__(self, model: nn.Module, statistics: Iterable[str] | None, patterns: bool) -> None:
         from .. import hf  # here, not above: it needs transformers
 
         self.hf, self.model = hf, model
@@ -158,7 +192,8 @@ class _Recorder:
         self.indices = {id(module): n for module, n in zip(modules.values(), numbers, strict=True)}
         self.configs = _configs(model)
         self.problems = {name: hf.problem_of(name) for name in {c._attn_implementation_internal for c in self.configs}}
-        self.inspection = Inspection(self._statistics(statistics), self._about())
+        self.inspection = Inspection(self._statistics(statistics), self._about(), patterns=patterns)
+        self.views: Views | None = None
         self.found: dict[int, Layer] = {}
         self.arguments: dict[str, Any] = {}
         self.forward_parameters = signatures.signature(model.forward).parameters
@@ -189,6 +224,9 @@ class _Recorder:
         return {
             "model": type(self.model).__name__,
             "checkpoint": str(getattr(config, "_name_or_path", "") or ""),
+            "model_type": str(getattr(config, "model_type", "") or ""),
+            "heads": getattr(config, "num_attention_heads", None),
+            "kv_heads": getattr(config, "num_key_value_heads", None),
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "weights": weights.hexdigest(),
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
@@ -196,12 +234,16 @@ class _Recorder:
             "regard": __version__,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
+            "python": platform.python_version(),
             "machine": platform.machine(),
+            "threads": torch.get_num_threads(),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
 
     def resume(self, begun: Inspection, run: str | Path) -> None:
         for what, got, expected in (
             ("statistics", begun.statistics, self.inspection.statistics),
+            ("patterns", begun.patterns, self.inspection.patterns),
             *((key, begun.about.get(key), self.inspection.about[key]) for key in ("model", "weights", "problems")),
         ):
             if got != expected:
@@ -290,18 +332,22 @@ class _Recorder:
             values = {name: getattr(aux, name) for name in statistics if name != "key_mass"}
             if first is not None and "first_key_mass" in statistics:  # a sequence that does not begin at key 0
                 index = first[:, None, :, None].to(call["query"].device)
-                plan = {name: call[name] for name in _PLAN}
-                values["first_key_mass"] = weights_at(index=index, **plan).squeeze(-1)
+                values["first_key_mass"] = weights_at(index=index, **{name: call[name] for name in _PLAN}).squeeze(-1)
             values |= {
                 "output_norm": out.float().norm(dim=-1),
                 "log_keys": log_keys,
-                "entropy_norm": torch.where(log_keys > 0, aux.entropy / log_keys, 0.0),
+                "normalized_entropy": torch.where(log_keys > 0, aux.entropy / log_keys, torch.nan),
             }
+            plan = {name: call[name] for name in _PLAN}
+            if self.inspection.patterns:
+                values |= self._patterns(plan, B, H, Tq, Tk)
+            if self.views is not None:
+                self.views.add(call, plan)
             valid = aux.max_scores > -torch.inf
             if real is not None:
                 valid = valid & real[:, None]
             layer = self._layer(module, H)
-            layer.add(values, valid, log_keys > 0, position_bins(positions))
+            layer.add(values, valid, position_bins(positions))
             if "key_mass" in statistics:
                 mass = aux.key_mass
                 if mass is None:  # again, without the queries that are padding
@@ -313,11 +359,47 @@ class _Recorder:
                 layer.add_keys(mass, by_key, position_bins(key_positions))
         return out
 
+    def _patterns(self, plan: dict[str, Any], B: int, H: int, Tq: int, Tk: int) -> dict[str, Tensor]:
+        """Weights [B, H, Tq] on chosen keys, exactly; NaN where a query has no such key."""
+        query = plan["query"]
+        none = torch.full((B, H, Tq), torch.nan, dtype=torch.float32, device=query.device)
+        if Tq != Tk:  # a cache, or the keys of another sequence
+            return dict.fromkeys(PATTERNS, none)
+        own = torch.arange(Tq, device=query.device)
+        near = weights_at(index=torch.stack([own, (own - 1).clamp(min=0)], -1), **plan).float()
+        previous = torch.where(own > 0, near[..., 1], torch.nan)
+        return {"self_token": near[..., 0], "previous_token": previous, "induction": self._induction(plan, none)}
+
+    def _induction(self, plan: dict[str, Any], none: Tensor) -> Tensor:
+        """Mass on the keys that follow an earlier copy of the query's token: by token, a packing of its own."""
+        ids = self.arguments.get("input_ids")
+        problem = plan["problem"] or Transport()
+        rows = isinstance(problem.marginal, Rows) and problem.marginal.relax is None and problem.marginal.mass == 1
+        if (
+            not isinstance(ids, Tensor)
+            or ids.shape != none.shape[::2]
+            or not isinstance(problem.regularizer, KL)
+            or not rows
+        ):
+            return none
+        ids = ids.to(none.device)
+        before = torch.cat([torch.full_like(ids[:, :1], -1), ids[:, :-1]], 1)  # the token before each key
+        copies = _narrowed(problem, Documents(ids, before))
+        value = plan["key"][..., :1]
+        request = AuxRequest(lse=True)
+        whole = attention(**plan, value=value, return_aux=request)[1].lse
+        # Only keys up to the query's own: what follows a later copy is not induction.
+        past = Transport(copies.regularizer, prior=_past(copies.prior), marginal=Rows(), temperature=copies.temperature)
+        chosen = attention(**plan | {"problem": past}, value=value, return_aux=request)[1].lse
+        assert whole is not None and chosen is not None
+        return torch.where(chosen > -torch.inf, (chosen - whole).exp(), torch.nan)
+
     def _layer(self, module: nn.Module, heads: int) -> Layer:
         key = id(module)
         if key not in self.found:
             name = self.names.get(key, type(module).__name__)
             channels = tuple(n for n in self.inspection.statistics if n != "key_mass") + DERIVED
+            channels += PATTERNS if self.inspection.patterns else ()
             self.found[key] = Layer.empty(name, self.indices.get(key, len(self.found)), heads, channels)
             self.inspection.layers.append(self.found[key])
             order = {name: n for n, name in enumerate(self.names.values())}
@@ -377,6 +459,12 @@ def _configs(model: nn.Module) -> list[Any]:
 def _narrowed(problem: Transport, prior: Documents) -> Transport:
     prior_ = prior if problem.prior is None else problem.prior * prior
     return Transport(problem.regularizer, prior=prior_, marginal=problem.marginal, temperature=problem.temperature)
+
+
+def _past(prior: Prior | None) -> Prior:
+    """The prior without keys after the query's own (Tq = Tk)."""
+    causal = Window(None, 0)
+    return causal if prior is None else prior * causal
 
 
 def _admissible(call: dict[str, Any], real: Tensor | None) -> tuple[Tensor, Tensor]:

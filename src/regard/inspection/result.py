@@ -1,8 +1,9 @@
 """What was seen: sums per layer, head and position, from which means, tables and JSON follow.
 
 Nothing here grows with the corpus. A layer keeps, for each bin of query positions, the sum of every channel over the
-rows that fell into it; positions 0 to 15 have a bin each, then there are eight to the octave. Rows of padding and rows
-without an admissible key are not counted. Means are weighted by rows, maxima are maxima.
+rows that fell into it, and their number; positions 0 to 15 have a bin each, then there are eight to the octave. Rows of
+padding and rows without an admissible key are not counted, nor is a row in a channel that it has no value of. Means are
+weighted by rows, maxima are maxima.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from ..parts import describe
 from ..statistics import NAMES
+from .findings import Finding, Thresholds, find
 
 if TYPE_CHECKING:
     import pandas
@@ -28,7 +30,10 @@ EXACT = 16  # positions with a bin of their own
 PER_OCTAVE = 8
 
 # Beside the statistics asked for: what every inspection keeps.
-DERIVED = ("output_norm", "log_keys", "entropy_norm")
+DERIVED = ("output_norm", "log_keys", "normalized_entropy")
+PROFILES = ("entropy", "normalized_entropy", "kl", "score_variance", "max_weight", "first_key_mass", "output_norm")
+# On request: mean weight on the query's own key, the one before it, and those that follow an earlier copy of its token.
+PATTERNS = ("self_token", "previous_token", "induction")
 
 
 def position_bins(positions: Tensor) -> Tensor:
@@ -54,8 +59,8 @@ class Layer:
     heads: int
     channels: tuple[str, ...]
     sums: Tensor  # [bins, C, H] float64
-    rows: Tensor  # [bins, H], rows counted
-    ratio_rows: Tensor  # [bins, H], rows with more than one key: entropy_norm is defined there
+    counts: Tensor  # [bins, C, H], rows that have a value
+    rows: Tensor  # [bins, H], all rows counted
     maxima: Tensor  # [C, H]
     key_sums: Tensor  # [bins, H], mass received, by the position of the key (empty: not asked for)
     key_viewers: Tensor  # [bins, H], queries that might have sent some
@@ -66,31 +71,29 @@ class Layer:
         zeros = torch.zeros(0, heads, dtype=torch.float64)
         maxima = torch.full((len(channels), heads), -math.inf, dtype=torch.float64)
         sums = torch.zeros(0, len(channels), heads, dtype=torch.float64)
-        return cls(name, index, heads, channels, sums, zeros, zeros, maxima, zeros, zeros)
+        return cls(name, index, heads, channels, sums, sums, zeros, maxima, zeros, zeros)
 
     def copy(self) -> Layer:
         """What is counted so far: sums are replaced, never changed in place, so this costs nothing."""
         return dataclasses.replace(self)
 
-    def add(self, values: dict[str, Tensor], valid: Tensor, ratio: Tensor, bins: Tensor) -> None:
-        """Rows: values [B, H, Tq] by channel, which of them count, where entropy_norm is defined (0 elsewhere), and
-        bins [B, Tq]."""
+    def add(self, values: dict[str, Tensor], valid: Tensor, bins: Tensor) -> None:
+        """Rows: values [B, H, Tq] by channel (NaN: no value), which rows count, and bins [B, Tq]."""
         B, H, Tq = valid.shape
         if self.heads != H or tuple(values) != self.channels:
             raise ValueError(
                 f"{self.name}: expected {self.heads} heads and {self.channels}, got {H} and {tuple(values)}"
             )
         stacked = torch.stack([values[c] for c in self.channels])  # [C, B, H, Tq]
-        counted, highest = stacked, stacked
-        if not bool(valid.all()):
-            counted, highest = torch.where(valid, stacked, 0.0), torch.where(valid, stacked, -math.inf)
+        present = valid & ~stacked.isnan()
+        highest = torch.where(present, stacked, -math.inf)
         where = bins.expand(B, Tq).reshape(-1)
         size = int(where.max()) + 1 if where.numel() else 0
-        rows = counted.permute(1, 3, 0, 2).reshape(B * Tq, -1, H).double()
-        self.sums = _grown(self.sums, size).index_add(0, where, rows.cpu())
-        for name, flags in (("rows", valid), ("ratio_rows", valid & ratio)):
-            flags = flags.permute(0, 2, 1).reshape(B * Tq, H).double().cpu()
-            setattr(self, name, _grown(getattr(self, name), size).index_add(0, where, flags))
+        for name, amounts in (("sums", torch.where(present, stacked, 0.0)), ("counts", present)):
+            amounts = amounts.permute(1, 3, 0, 2).reshape(B * Tq, -1, H).double().cpu()
+            setattr(self, name, _grown(getattr(self, name), size).index_add(0, where, amounts))
+        flags = valid.permute(0, 2, 1).reshape(B * Tq, H).double().cpu()
+        self.rows = _grown(self.rows, size).index_add(0, where, flags)
         if B * Tq:
             self.maxima = torch.maximum(self.maxima, highest.amax((1, 3)).double().cpu())
         self.calls += 1
@@ -110,9 +113,9 @@ class Layer:
         `key_mass` is the largest mean weight on a key by position, over the queries that see it; positions seen by few
         (under a tenth of what the most visible one is seen by: the end of a causal text) do not compete.
         """
-        rows, ratio_rows, sums = self.rows.sum(0), self.ratio_rows.sum(0), self.sums.sum(0)
-        found = {c: sums[n] / (ratio_rows if c == "entropy_norm" else rows) for n, c in enumerate(self.channels)}
-        found["relative_output_norm"] = found["output_norm"] / found["output_norm"].mean()
+        means = self.sums.sum(0) / self.counts.sum(0)
+        found = dict(zip(self.channels, means, strict=True))
+        found["relative_norm"] = found["output_norm"] / found["output_norm"].mean()
         if len(self.key_sums):
             visible = self.key_viewers >= self.key_viewers.amax(0) / 10
             found["key_mass"] = (self.key_sums / self.key_viewers).nan_to_num(0.0).mul(visible).amax(0)
@@ -120,10 +123,7 @@ class Layer:
 
     def profile(self) -> dict[str, Tensor]:
         """[bins, H] by channel: the means of the rows at each position; NaN where there was none."""
-        found = {
-            c: self.sums[:, n] / (self.ratio_rows if c == "entropy_norm" else self.rows)
-            for n, c in enumerate(self.channels)
-        }
+        found = dict(zip(self.channels, (self.sums / self.counts).unbind(1), strict=True))
         if len(self.key_sums):
             found["key_mass"] = self.key_sums / self.key_viewers
         return found
@@ -145,12 +145,15 @@ class Inspection:
     layers: list[Layer] = field(default_factory=list)
     batches: int = 0
     digest: str = ""  # of the batches shown so far, so that a resumed run is the same run
+    patterns: bool = False  # whether PATTERNS were kept
+    views: dict[str, Any] = field(default_factory=dict)  # of one sequence: "window", "top_keys", "paths" (views.py)
 
     @property
     def columns(self) -> tuple[str, ...]:
         """What each head has a mean of."""
         plain = tuple(name for name in self.statistics if name != "key_mass")
-        return (*plain, *DERIVED, "relative_output_norm", *(("key_mass",) if "key_mass" in self.statistics else ()))
+        last = ("key_mass",) if "key_mass" in self.statistics else ()
+        return (*plain, *DERIVED, *(PATTERNS if self.patterns else ()), "relative_norm", *last)
 
     @property
     def rows(self) -> int:
@@ -192,41 +195,66 @@ class Inspection:
         tail = ("max_scores_max",) if "max_scores" in self.statistics else ()
         return pandas.DataFrame(records, columns=["layer", "head", *self.columns, *tail])
 
-    def to_json(self) -> str:
-        """Everything that was kept, as JSON; what is not a number is null."""
-        bins = max((max(len(layer.rows), len(layer.key_sums)) for layer in self.layers), default=0)
-        return json.dumps(
-            {
-                "format": "regard.inspection",
-                "version": 1,
-                "about": self.about,
-                "statistics": list(self.statistics),
-                "columns": list(self.columns),
-                "batches": self.batches,
-                "rows": self.rows,
-                "positions": bin_starts(bins),
-                "layers": [
+    def record(self) -> dict[str, Any]:
+        """Everything that the report shows, as plain numbers, lists and strings; what is not a number is None."""
+        bins = max((len(layer.rows) for layer in self.layers), default=0)
+        heads, profiles = [], {name: [] for name in PROFILES if name in self.columns}
+        for layer in self.layers:
+            means, profile, seen = layer.means(), layer.profile(), layer.rows.sum(0)
+            for h in range(layer.heads):
+                heads.append(
                     {
                         "layer": layer.index,
-                        "name": layer.name,
-                        "heads": layer.heads,
-                        "calls": layer.calls,
-                        "rows": _numbers(layer.rows.sum(0)),
-                        "mean": {name: _numbers(value) for name, value in layer.means().items()},
-                        "max": {c: _numbers(layer.maxima[n]) for n, c in enumerate(layer.channels)},
-                        "profile_rows": _numbers(layer.rows.mT),
-                        "profile": {name: _numbers(value.mT) for name, value in layer.profile().items()},
+                        "head": h,
+                        "rows": int(seen[h]),
+                        "mean": {name: _number(values[h]) for name, values in means.items()},
+                        "max": {name: _number(layer.maxima[n, h]) for n, name in enumerate(layer.channels)},
                     }
-                    for layer in self.layers
-                ],
-            },
-            allow_nan=False,
+                )
+                for name, found in profiles.items():
+                    own = profile[name][:, h]
+                    found.append(_numbers(torch.cat([own, own.new_full((bins - len(own),), math.nan)])))
+        rows = sum((_grown(layer.rows, bins).sum(1) for layer in self.layers), torch.zeros(bins, dtype=torch.float64))
+        null = sum(
+            (_grown(layer.sums, bins)[:, layer.channels.index("log_keys")].sum(1) for layer in self.layers),
+            torch.zeros(bins, dtype=torch.float64),
         )
+        share = len(heads) or 1
+        return {
+            "format": "regard-inspection",
+            "version": 1,
+            "provenance": self.about | {"batches": self.batches, "layers": len(self.layers)},
+            "statistics": list(self.columns),
+            "heads": heads,
+            "positions": {
+                "edges": bin_starts(bins),
+                "rows": [round(n / share) for n in rows.tolist()],
+                "null_entropy": _numbers(null / rows),
+                "values": profiles,
+            },
+            **self.views,
+        }
+
+    def to_json(self) -> str:
+        """`record()` with the findings, as JSON."""
+        return json.dumps(self.record() | {"findings": [f.to_dict() for f in self.findings()]}, allow_nan=False)
+
+    def findings(self, thresholds: Thresholds | None = None) -> list[Finding]:
+        """What the named rules say of the heads, gravest first."""
+        return find(self.record(), thresholds)
+
+    def to_html(self, other: Inspection | None = None) -> str:
+        """The report: one page that needs nothing else, comparing this inspection with another if given."""
+        from .report import to_html
+
+        return to_html(json.loads(self.to_json()), None if other is None else json.loads(other.to_json()))
 
     def summary(self) -> str:
         """A few lines for a terminal: each layer's means over its heads, and the extremes."""
         shown = [
-            n for n in ("entropy", "entropy_norm", "max_weight", "first_key_mass", "max_scores") if n in self.columns
+            n
+            for n in ("entropy", "normalized_entropy", "max_weight", "first_key_mass", "max_scores")
+            if n in self.columns
         ]
         name = self.about.get("model", "model")
         lines = [f"{name}: {len(self.layers)} attention layers, {self.rows} queries each, {self.batches} batches"]
@@ -257,6 +285,8 @@ class Inspection:
             "statistics": self.statistics,
             "batches": self.batches,
             "digest": self.digest,
+            "patterns": self.patterns,
+            "views": self.views,
             "layers": [[layer.name, layer.index, layer.heads, layer.channels, layer.calls] for layer in self.layers],
         }
         part = path.with_name(path.name + ".part")
@@ -280,18 +310,25 @@ class Inspection:
         except SafetensorError as error:
             raise ValueError(f"path: expected a file written by Inspection.save, got {str(path)!r} ({error})") from None
         statistics = tuple(name for name in NAMES if name in header["statistics"])
-        return cls(statistics, header["about"], layers, header["batches"], header["digest"])
+        return cls(
+            statistics,
+            header["about"],
+            layers,
+            header["batches"],
+            header["digest"],
+            header["patterns"],
+            header["views"],
+        )
 
 
-_PARTS = ("sums", "rows", "ratio_rows", "maxima", "key_sums", "key_viewers")
+_PARTS = ("sums", "counts", "rows", "maxima", "key_sums", "key_viewers")
+
+
+def _number(value: float | Tensor) -> float | None:
+    """To five digits; what JSON cannot say is None."""
+    value = float(value)
+    return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
 def _numbers(tensor: Tensor) -> list[Any]:
-    """As nested lists; what JSON cannot say is None."""
-
-    def clean(value: Any) -> Any:
-        if isinstance(value, list):
-            return [clean(v) for v in value]
-        return value if math.isfinite(value) else None
-
-    return clean(tensor.tolist())
+    return [_number(value) for value in tensor.tolist()]
