@@ -196,7 +196,8 @@ def test_heads_made_by_hand_are_found():
         ([], TypeError, "record: expected a dict"),
         ({}, ValueError, "record: expected format 'regard-inspection', version 1, got None, version None"),
         ({"format": "regard-inspection", "version": 2}, ValueError, "version 1, got 'regard-inspection', version 2"),
-        ({"format": "regard-inspection", "version": 1, "heads": []}, ValueError, "at least one head"),
+        ({**record({}), "heads": []}, ValueError, "record: expected a list of at least one in 'heads', got \\[\\]"),
+        ({**record({}), "statistics": None}, ValueError, "at least one in 'statistics', got None"),
     ],
 )
 def test_what_is_not_a_record_is_refused(bad, error, message):

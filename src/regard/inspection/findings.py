@@ -454,8 +454,9 @@ def check_format(record: object, name: str = "record") -> None:
     got = record.get("format"), record.get("version")
     if got != (FORMAT, VERSION):
         raise ValueError(f"{name}: expected format {FORMAT!r}, version {VERSION}, got {got[0]!r}, version {got[1]!r}")
-    if not isinstance(record.get("heads"), list) or not record["heads"]:
-        raise ValueError(f"{name}: expected at least one head in 'heads', got {record.get('heads')!r}")
+    for part in ("statistics", "heads"):
+        if not isinstance(record.get(part), list) or not record[part]:
+            raise ValueError(f"{name}: expected a list of at least one in {part!r}, got {record.get(part)!r}")
 
 
 def _count(n: int, noun: str) -> str:

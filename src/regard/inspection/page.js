@@ -436,7 +436,7 @@
     const same = comparing && JSON.stringify(other.paths?.temperature) === JSON.stringify(paths.temperature);
     if (same) series.push({ name: names[1], style: "second", values: other.paths[name]?.[twinIndex[state.selected]] ?? [] });
     drawLines($("path"), {
-      x, series, start: logs.reduce((best, v, i) => (Math.abs(v) < Math.abs(logs[best]) ? i : best), 0), at: (i) => `τ = ${paths.temperature[i]}`, xTitle: `temperature τ (1: the model's own), ${plural(paths.rows, "sampled row")}`, yTitle: PATHS[name] ?? name,
+      x, series, start: logs.reduce((best, v, i) => (Math.abs(v) < Math.abs(logs[best]) ? i : best), 0), at: (i) => `τ = ${paths.temperature[i]}`, xTitle: `temperature τ (1: the model's own)${paths.rows ? `, ${plural(paths.rows, "sampled row")}` : ""}`, yTitle: PATHS[name] ?? name,
       fromZero: name === "entropy", marks: x.map((share, i) => [share, String(paths.temperature[i])]),
     });
   }
@@ -568,7 +568,7 @@
     if (!groups.size) $("findings-list").replaceChildren(html("p", {}, "No rule applies to any head."));
     else $("findings-list").replaceChildren(...[...groups.values()].map((group) => {
       const [f] = group;
-      const single = group.filter((g) => g.layer !== null);
+      const single = group.filter((g) => indexOf.has(place(g)));
       const general = group.filter((g) => g.layer === null);
       const links = single.map((g) => html("li", {}, linkTo(indexOf.get(place(g)), `L${g.layer} H${g.head}`), ` ${show(g.value)}`));
       return html("details", { class: "group", open: f.severity !== "note" },
@@ -675,7 +675,7 @@
     $("provenance").replaceChildren(html("tbody", {}, fields.map((name) => html("tr", {},
       html("th", { scope: "row" }, name.replaceAll("_", " ")), sides.map((r) => html("td", {}, html("bdi", {}, text(r.provenance?.[name]))))))));
     const p = record.provenance ?? {};
-    $("facts").textContent = [plural(layers.length, "layer"), `${plural(columns.length, "head")} each`, p.tokens ? `${p.tokens.toLocaleString("en")} tokens of ${p.text ?? "text"}` : null, p.problem, p.date?.slice(0, 10)].filter(Boolean).join(" · ");
+    $("facts").textContent = [plural(layers.length, "layer"), `${plural(columns.length, "head")} each`, p.tokens ? `${p.tokens.toLocaleString("en")} tokens of ${p.text ?? "text"}` : null, p.problem, p.date ? String(p.date).slice(0, 10) : null].filter(Boolean).join(" · ");
   }
 
   // --- begin ---------------------------------------------------------------------------------------------------------
@@ -724,7 +724,7 @@
   drawProvenance();
   drawFindings();
   repaint();
-  const gravest = grave.flatMap((s) => record.findings.filter((f) => f.severity === s && f.layer !== null))[0];
+  const gravest = grave.flatMap((s) => record.findings.filter((f) => f.severity === s && indexOf.has(place(f))))[0];
   if (!fromAddress()) {
     state.selected = gravest ? indexOf.get(place(gravest)) : 0;
     drawPanel();
