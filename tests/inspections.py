@@ -37,8 +37,13 @@ WINDOW, TOP, QUERIES = 48, 8, 24
 
 
 @functools.cache
-def inspection(layers: int = 6, heads: int = 8, seed: int = 0, text: str = TEXT, views: bool = True) -> dict[str, Any]:
-    """A record; do not change it (`copy.deepcopy` first). Without `views`: no paths, window or top keys."""
+def inspection(
+    layers: int = 6, heads: int = 8, seed: int = 0, text: str = TEXT, views: bool = True, gain: float = 1.0
+) -> dict[str, Any]:
+    """A record; do not change it (`copy.deepcopy` first). Without `views`: no paths, window or top keys.
+
+    `gain` multiplies the scores of the random heads: sqrt(32) is what a missing scale does.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokens = text.split(" ")
     tokens = [tokens[0], *(" " + t for t in tokens[1:])]
@@ -58,7 +63,7 @@ def inspection(layers: int = 6, heads: int = 8, seed: int = 0, text: str = TEXT,
         q, k, v = (
             (x @ w).unflatten(-1, (heads, D)).transpose(0, 1)[None].contiguous() for w in weights
         )  # [1, H, T, D]
-        q = q * torch.empty(heads, 1, 1).uniform_(0.2, 8, generator=generator)
+        q = q * torch.empty(heads, 1, 1).uniform_(0.2, 8, generator=generator) * gain
         _by_hand(layer, q, k, v, ids)
         out, aux = regard.attention(q, k, v, is_causal=True, return_aux=AuxRequest(**dict.fromkeys(STATISTICS, True)))
         rows = {name: getattr(aux, name)[0] for name in STATISTICS}  # [H, T]

@@ -117,6 +117,15 @@ def test_consistently_over_peaked_is_a_warning_for_the_model():
     assert model(find(record(low, sink, sink, {}))) == []  # sinks are parked, not saturated
 
 
+def test_a_missing_scale_is_flagged_and_a_scaled_model_is_not():
+    def model(record):
+        return [f for f in find(record) if f.rule == "over-peaked" and f.severity == "warning"]
+
+    assert model(inspection(views=False)) == []
+    [finding] = model(inspection(views=False, gain=math.sqrt(32)))
+    assert finding.value > 0.5 and "scale" in finding.remedy
+
+
 def test_the_entropy_rule_says_that_it_depends_on_the_length():
     [finding] = [f for f in find(record({"entropy": 0.5})) if f.layer is not None]
     assert "H / log n 0.5" in finding.message
@@ -187,7 +196,8 @@ def test_heads_made_by_hand_are_found():
         ([], TypeError, "record: expected a dict"),
         ({}, ValueError, "record: expected format 'regard-inspection', version 1, got None, version None"),
         ({"format": "regard-inspection", "version": 2}, ValueError, "version 1, got 'regard-inspection', version 2"),
-        ({"format": "regard-inspection", "version": 1, "heads": []}, ValueError, "at least one head"),
+        ({**record({}), "heads": []}, ValueError, "record: expected a list of at least one in 'heads', got \\[\\]"),
+        ({**record({}), "statistics": None}, ValueError, "at least one in 'statistics', got None"),
     ],
 )
 def test_what_is_not_a_record_is_refused(bad, error, message):
@@ -207,6 +217,8 @@ def test_find_does_not_change_the_record():
     [
         ([{}], "Nothing alarming. No rule applies to its 1 head."),
         ([SINK, {}], "Nothing alarming. Of 2 heads: 1 sink."),
+        ([{"entropy": 0.5}, {}], "Nothing alarming. Of 2 heads: 1 over-peaked."),
+        ([{"induction": None}], "Nothing alarming. No rule applies to its 1 head. Not checked: induction."),
         ([{"max_scores": 120.0}, {}], "1 alarm (logit-alarm in layer 3, head 0: 120 against 100)."),
         ([{"max_scores": 120.0}] * 2, "2 alarms (logit-alarm in 2 heads)."),
         ([{"normalized_entropy": 0.05, "max_weight": 0.95}, {}], "1 warning (peaked in layer 3, head 0: 0.05 against"),

@@ -402,7 +402,10 @@ def _explained(found: list[Finding]) -> Iterable[Finding]:
 
 # --- in one line ------------------------------------------------------------------------------------------------------
 
-_COUNTED = ("sink", "dormant", "peaked", "diffuse", "previous-token", "induction", "hedging")
+_COUNTED = (  # first-token says little beside sink
+    "sink", "dormant", "peaked", "over-peaked", "diffuse", "previous-token", "self", "induction", "hedging",
+    "committed",
+)  # fmt: skip
 
 
 def verdict(record: dict[str, Any], findings: Iterable[Finding]) -> str:
@@ -420,8 +423,10 @@ def verdict(record: dict[str, Any], findings: Iterable[Finding]) -> str:
     sentences = [", ".join(graves) if graves else "Nothing alarming"]
     if parts:
         sentences.append(f"Of {heads}: {', '.join(parts)}")
-    elif not graves:
+    elif not graves and not counts:
         sentences.append(f"No rule applies to its {heads}")
+    if skipped := [f.rule for f in findings if f.layer is None and f.value is None and f.rule not in counts]:
+        sentences.append(f"Not checked: {', '.join(skipped)}")
     return ". ".join(sentences) + "."
 
 
@@ -449,8 +454,9 @@ def check_format(record: object, name: str = "record") -> None:
     got = record.get("format"), record.get("version")
     if got != (FORMAT, VERSION):
         raise ValueError(f"{name}: expected format {FORMAT!r}, version {VERSION}, got {got[0]!r}, version {got[1]!r}")
-    if not isinstance(record.get("heads"), list) or not record["heads"]:
-        raise ValueError(f"{name}: expected at least one head in 'heads', got {record.get('heads')!r}")
+    for part in ("statistics", "heads"):
+        if not isinstance(record.get(part), list) or not record[part]:
+            raise ValueError(f"{name}: expected a list of at least one in {part!r}, got {record.get(part)!r}")
 
 
 def _count(n: int, noun: str) -> str:

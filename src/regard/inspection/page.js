@@ -211,7 +211,7 @@
     const lines = series.map((s) => {
       const points = s.values.map((v, i) => (Number.isFinite(v) && v !== null ? [X(x[i]), Y(v)] : null));
       const path = points.map((p, i) => (p === null ? "" : `${points[i - 1] ? "L" : "M"}${p[0].toFixed(1)},${p[1].toFixed(1)}`)).join("");
-      const dots = s.dashed ? [] : points.filter((p) => p).map(([cx, cy]) => svg("circle", { class: `dot ${s.style}`, cx, cy, r: 2.5 }));
+      const dots = s.dashed || points.length > 24 ? [] : points.filter((p) => p).map(([cx, cy]) => svg("circle", { class: `dot ${s.style}`, cx, cy, r: 2.5 }));
       return [svg("path", { class: `line ${s.style}${s.dashed ? " dashed" : ""}`, d: path }), dots];
     });
     const crosshair = svg("line", { class: "crosshair", y1: top, y2: height - bottom });
@@ -409,14 +409,17 @@
       const [from, to] = [positions.edges[i], positions.edges[i + 1]];
       return to === undefined ? `${from}+` : to - from <= 1 ? `${from}` : `${from}–${to - 1}`;
     };
-    const x = bins.map((i) => (i + 0.5) / bins.length);
+    // Logarithmic in the number of keys so far: the null of a causal model is a straight line.
+    const middle = bins.map((i) => (positions.edges[i] + (positions.edges[i + 1] ?? positions.edges[i] + 1) - 1) / 2);
+    const along = (v) => (middle.at(-1) > 0 ? Math.log1p(v) / Math.log1p(middle.at(-1)) : 0.5);
+    const x = middle.map(along);
+    const marks = [0, 1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144].filter((v) => v <= middle.at(-1));
     const series = [{ name: comparing ? names[0] : "this head", style: "first", values: positions.values[name][state.selected] }];
     if (comparing && sameBins()) series.push({ name: names[1], style: "second", values: other.positions.values[name]?.[twinIndex[state.selected]] ?? [] });
     if (name === "entropy") series.push({ name: "null: all keys alike", style: "null", dashed: true, values: positions.null_entropy });
-    const skip = Math.ceil(bins.length / 6);
     drawLines($("position"), {
-      x, series, start: bins.length - 1, at: (i) => `position ${span(i)}`, xTitle: "position of the query", yTitle: withUnit(name),
-      marks: bins.filter((i) => i % skip === 0).map((i) => [x[i], String(positions.edges[i])]),
+      x, series, start: bins.length - 1, at: (i) => `position ${span(i)}`, xTitle: "position of the query (log scale)", yTitle: withUnit(name),
+      marks: marks.filter((_, k) => marks.length < 7 || k % 2 === 0).map((v) => [along(v), String(v)]),
     });
   }
   const sameBins = () => JSON.stringify(other.positions?.edges) === JSON.stringify(record.positions.edges);
@@ -433,7 +436,7 @@
     const same = comparing && JSON.stringify(other.paths?.temperature) === JSON.stringify(paths.temperature);
     if (same) series.push({ name: names[1], style: "second", values: other.paths[name]?.[twinIndex[state.selected]] ?? [] });
     drawLines($("path"), {
-      x, series, start: logs.reduce((best, v, i) => (Math.abs(v) < Math.abs(logs[best]) ? i : best), 0), at: (i) => `τ = ${paths.temperature[i]}`, xTitle: `temperature τ (1: the model's own), ${plural(paths.rows, "sampled row")}`, yTitle: PATHS[name] ?? name,
+      x, series, start: logs.reduce((best, v, i) => (Math.abs(v) < Math.abs(logs[best]) ? i : best), 0), at: (i) => `τ = ${paths.temperature[i]}`, xTitle: `temperature τ (1: the model's own)${paths.rows ? `, ${plural(paths.rows, "sampled row")}` : ""}`, yTitle: PATHS[name] ?? name,
       fromZero: name === "entropy", marks: x.map((share, i) => [share, String(paths.temperature[i])]),
     });
   }
@@ -565,7 +568,7 @@
     if (!groups.size) $("findings-list").replaceChildren(html("p", {}, "No rule applies to any head."));
     else $("findings-list").replaceChildren(...[...groups.values()].map((group) => {
       const [f] = group;
-      const single = group.filter((g) => g.layer !== null);
+      const single = group.filter((g) => indexOf.has(place(g)));
       const general = group.filter((g) => g.layer === null);
       const links = single.map((g) => html("li", {}, linkTo(indexOf.get(place(g)), `L${g.layer} H${g.head}`), ` ${show(g.value)}`));
       return html("details", { class: "group", open: f.severity !== "note" },
@@ -672,7 +675,7 @@
     $("provenance").replaceChildren(html("tbody", {}, fields.map((name) => html("tr", {},
       html("th", { scope: "row" }, name.replaceAll("_", " ")), sides.map((r) => html("td", {}, html("bdi", {}, text(r.provenance?.[name]))))))));
     const p = record.provenance ?? {};
-    $("facts").textContent = [plural(layers.length, "layer"), `${plural(columns.length, "head")} each`, p.tokens ? `${p.tokens.toLocaleString("en")} tokens of ${p.text ?? "text"}` : null, p.problem, p.date?.slice(0, 10)].filter(Boolean).join(" · ");
+    $("facts").textContent = [plural(layers.length, "layer"), `${plural(columns.length, "head")} each`, p.tokens ? `${p.tokens.toLocaleString("en")} tokens of ${p.text ?? "text"}` : null, p.problem, p.date ? String(p.date).slice(0, 10) : null].filter(Boolean).join(" · ");
   }
 
   // --- begin ---------------------------------------------------------------------------------------------------------
@@ -721,7 +724,7 @@
   drawProvenance();
   drawFindings();
   repaint();
-  const gravest = grave.flatMap((s) => record.findings.filter((f) => f.severity === s && f.layer !== null))[0];
+  const gravest = grave.flatMap((s) => record.findings.filter((f) => f.severity === s && indexOf.has(place(f))))[0];
   if (!fromAddress()) {
     state.selected = gravest ? indexOf.get(place(gravest)) : 0;
     drawPanel();
