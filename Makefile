@@ -18,13 +18,16 @@ under = OMP_NUM_THREADS=2 REGARD_ENGINE=$$(ls $(CURDIR)/build/$(1)/_native*.so) 
   LD_PRELOAD="$$($(CXX) -print-file-name=lib$(if $(filter address,$(1)),a,t)san.so) $$($(CXX) -print-file-name=libstdc++.so)"
 KERNELS := $(PY) -m pytest -q -x --capture=no -p no:cacheprovider tests/test_native.py
 
-.PHONY: help demo test fuzz sanitize bench bench-full lint format docs lock clean
+.PHONY: help demo tour test fuzz sanitize bench bench-full lint format docs lock clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
 	@grep -E '^[a-z-]+: .*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 18
 
-demo: .venv/ready  ## a tour of the library, in the terminal
+demo: .venv/ready  ## inspect a real language model (SmolLM2-135M) and write report.html
+	@.venv/bin/regard inspect smollm2 --out report.html
+
+tour: .venv/ready  ## a tour of the library, in the terminal
 	@$(PY) examples/tour.py
 
 test: .venv/ready  ## all tests

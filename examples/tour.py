@@ -1,4 +1,4 @@
-"""A tour of regard in the terminal: solve, certify, measure, compare with PyTorch. Run it with `make demo`."""
+"""A tour of regard in the terminal: solve, certify, measure, compare with PyTorch. Run it with `make tour`."""
 
 import time
 from collections.abc import Callable

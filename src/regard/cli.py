@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -102,6 +103,89 @@ def _show(facts: dict[str, Any], console: Console) -> None:
         console.print(Text.assemble(("broken: ", "bold red"), problem))
     if not facts["problems"]:
         console.print(Text("All is well." if not facts["notes"] else "Nothing is broken.", style="green"))
+
+
+# --- regard inspect ---------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def inspect(
+    model: Annotated[
+        str, typer.Argument(help="A folder, a .gguf file, a model's name, or smollm2 (no network needed).")
+    ],
+    text: Annotated[Path | None, typer.Option(help="What the model reads; a text of our own if left out.")] = None,
+    tokens: Annotated[Path | None, typer.Option(help="Token ids instead of text: a file of integers.")] = None,
+    length: Annotated[int, typer.Option(min=2, help="Tokens in a sequence; a longer text is cut.")] = 2048,
+    limit: Annotated[int | None, typer.Option("--max-tokens", min=2, help="Read no more than this.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the report, one HTML file, here.")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write the numbers here.")] = None,
+    compare: Annotated[str | None, typer.Option(help="A second model, or numbers that --json wrote.")] = None,
+    run: Annotated[Path | None, typer.Option(help="Keep the state in this file, and continue from it.")] = None,
+    fail_on: Annotated[
+        list[str] | None,
+        typer.Option(help="End with status 1 on findings of this severity (alarm, warning, note) or rule; repeatable."),
+    ] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="Run code that the checkpoint brings along.")] = False,
+) -> None:
+    """See what the attention heads of a language model do, without a Tq x Tk matrix."""
+    from .inspection.command import Refused, examine, judge, read_record
+
+    console, errors = Console(), Console(stderr=True)
+    asked = {"text": text, "tokens": tokens, "length": length, "limit": limit, "trust_remote_code": trust_remote_code}
+    try:
+        failing = judge(fail_on or [])
+        for path in (out, as_json, run):
+            if path is not None and not path.resolve().parent.is_dir():
+                raise Refused(f"{path}: there is no folder {path.resolve().parent}")
+        record = examine(model, run=run, say=errors.print, **asked)
+        other = None
+        if compare is not None:
+            there = Path(compare)
+            saved = there.suffix == ".json" and there.is_file()
+            other = read_record(there) if saved else examine(compare, run=None, say=errors.print, **asked)
+    except Refused as refusal:
+        errors.print(Text.assemble(("error: ", "bold red"), str(refusal)))
+        raise typer.Exit(2) from None
+    _show_record(record, console)
+    if as_json is not None:
+        as_json.write_text(json.dumps(record, allow_nan=False) + "\n")
+        console.print(Text(f"numbers: {as_json}"), soft_wrap=True)
+    if out is not None:
+        from .inspection.report import to_html
+
+        out.write_text(to_html(record, other))
+        console.print(Text(f"report: {out}"), soft_wrap=True)
+    raise typer.Exit(1 if any(failing(found) for found in record["findings"]) else 0)
+
+
+def _show_record(record: dict[str, Any], console: Console) -> None:
+    from .inspection.findings import Finding, verdict
+
+    about, findings = record["provenance"], [Finding(**found) for found in record["findings"]]
+    console.print(
+        Text.assemble(
+            (about["model"], "bold"),
+            f"  {about['layers']} layers, {len(record['heads'])} heads, {about['parameters'] / 1e6:.0f} M parameters, "
+            f"{about.get('tokens', 0):,} tokens of {about['text']} in {about['seconds']:.1f} s",
+        )
+    )
+    console.print(Text(verdict(record, findings), style="bold"))
+    console.print()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("finding", no_wrap=True)
+    table.add_column("heads", justify="right")
+    table.add_column("clearest", no_wrap=True)
+    table.add_column("why it matters")
+    colours = {"alarm": "bold red", "warning": "yellow", "note": ""}
+    for rule in dict.fromkeys(found.rule for found in findings):
+        mine = [found for found in findings if found.rule == rule]
+        heads = [found for found in mine if found.layer is not None]
+        first = max(heads, key=lambda f: abs((f.value or 0) - f.threshold)) if heads else mine[0]
+        where = f"{first.layer}.{first.head} ({first.value:.3g})" if first.layer is not None else "-"
+        row = (str(len(heads)) if heads else "-", where, first.why if heads else first.message)
+        table.add_row(Text(rule, style=colours[mine[0].severity]), *map(Text, row))
+    console.print(table)
+    console.print()
 
 
 # --- regard lab -------------------------------------------------------------------------------------------------------

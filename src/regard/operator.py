@@ -93,9 +93,7 @@ def attention(
     return out, AuxOutput(**{name: _unfold(results[name], query, key, value) for name in statistics})
 
 
-def run(
-    form: Form, names: tuple[str, ...], backend: str = "auto", to_meet: Budget | None = None
-) -> dict[str, Tensor]:
+def run(form: Form, names: tuple[str, ...], backend: str = "auto", to_meet: Budget | None = None) -> dict[str, Tensor]:
     """Output and statistics of a lowered problem, by the backend named or chosen."""
     if to_meet is not None:
         choice = _choose(form, (*names, *budget.MEASURED), backend)

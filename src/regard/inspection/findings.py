@@ -402,6 +402,7 @@ def _explained(found: list[Finding]) -> Iterable[Finding]:
 
 # --- in one line ------------------------------------------------------------------------------------------------------
 
+RULES = tuple(rule.name for rule in _RULES)
 _COUNTED = (  # first-token says little beside sink
     "sink", "dormant", "peaked", "over-peaked", "diffuse", "previous-token", "self", "induction", "hedging",
     "committed",

@@ -1,0 +1,110 @@
+"""What `regard inspect` does: find the model, read a text, inspect, and give the record that the report shows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .findings import RULES, SEVERITIES, check_format
+
+
+class Refused(Exception):
+    """Something the user can mend; its text says what."""
+
+
+def examine(
+    name: str,
+    *,
+    text: Path | None,
+    tokens: Path | None,
+    length: int,
+    limit: int | None,
+    trust_remote_code: bool,
+    run: Path | None,
+    say: Callable[[str], object],
+) -> dict[str, Any]:
+    """Inspect a model by its name; the record of `Inspection.to_json`, with the names of model and text."""
+    from .. import inspect
+
+    try:
+        from .. import hf
+    except ImportError as error:
+        raise Refused(str(error)) from None
+    say(f"loading {name}")
+    try:
+        model, tokenizer = hf.load(name, trust_remote_code=trust_remote_code)
+        ids = _read(text, tokens, tokenizer, name)
+        limit_of_model = getattr(model.config, "max_position_embeddings", None) or length
+        batches = _cut(ids if limit is None else ids[:limit], min(length, limit_of_model))
+        say(f"reading {sum(len(batch) for batch in batches):,} tokens")
+        inspection = inspect(model, batches, patterns=True, views=True, tokenizer=tokenizer, run=run)
+    except (ValueError, NotImplementedError) as error:
+        raise Refused(str(error)) from None
+    source = tokens or text
+    inspection.about |= {
+        "architecture": inspection.about["model"],
+        "model": name,
+        "text": "our own text" if source is None else source.name,
+    }
+    return json.loads(inspection.to_json())
+
+
+def _read(text: Path | None, tokens: Path | None, tokenizer: Any, name: str) -> Tensor:
+    """The token ids to show."""
+    if text is not None and tokens is not None:
+        raise Refused("--text, --tokens: expected one of them, got both")
+    if tokens is not None:
+        try:
+            return torch.tensor([int(word) for word in _content(tokens).replace(",", " ").strip("[] \n").split()])
+        except ValueError as error:
+            raise Refused(f"--tokens: expected integers in {tokens}: {error}") from None
+    if tokenizer is None:
+        raise Refused(f"{name} has no tokenizer: give token ids with --tokens FILE")
+    sample = resources.files(__package__).joinpath("sample.txt").read_text("utf-8")
+    return torch.tensor(tokenizer(sample if text is None else _content(text))["input_ids"])
+
+
+def _content(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refused(f"{path} cannot be read: {error}") from None
+
+
+def _cut(ids: Tensor, length: int) -> list[Tensor]:
+    """Sequences of at most this length; a rest of one token is dropped, since it has nothing to attend to."""
+    pieces = [piece for piece in ids.split(length) if len(piece) > 1]
+    if not pieces:
+        raise Refused(f"the text: expected at least 2 tokens, got {len(ids)}")
+    return pieces
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Numbers that `--json` wrote."""
+    try:
+        record = json.loads(_content(path))
+        check_format(record, str(path))
+    except (ValueError, TypeError) as error:
+        raise Refused(f"{path} is not what regard inspect --json writes: {error}") from None
+    return record
+
+
+def judge(fail_on: list[str]) -> Callable[[dict[str, Any]], bool]:
+    """Whether a finding is one that --fail-on names: by its rule, or by its severity or a lesser one."""
+    for name in fail_on:
+        if name not in (*SEVERITIES, *RULES):
+            raise Refused(f"--fail-on: expected one of {', '.join((*SEVERITIES, *RULES))}, got {name!r}")
+
+    def fails(finding: dict[str, Any]) -> bool:
+        if finding["value"] is None:  # a rule that could not be checked
+            return False
+        rank = SEVERITIES.index(finding["severity"])
+        return finding["rule"] in fail_on or any(s in fail_on for s in SEVERITIES[rank:])
+
+    return fails
