@@ -275,9 +275,7 @@ class _Recorder:
         if real is not None:
             wanted.discard("key_mass")
         out, aux = attention(**call, return_aux=AuxRequest(**dict.fromkeys(wanted, True)))
-        if (
-            torch._C._current_graph_task_id() != -1
-        ):  # in backward: activation checkpointing repeats a pass, once recorded
+        if torch._C._current_graph_task_id() != -1:  # in backward: checkpointing repeats a pass, recorded before
             return out
         with torch.no_grad():
             by_query, by_key = (None, None)
