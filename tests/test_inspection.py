@@ -345,7 +345,7 @@ def test_inputs_in_every_form():
     ):
         assert (regard.inspect(model, inputs).to_pandas() - expected).abs().max().max() < 1e-4
     for bad in (3.5, [[0.5]], torch.zeros(1, 4), "text"):
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match="inputs"):
             regard.inspect(model, bad)
     with pytest.raises(ValueError, match="statistics"):
         regard.inspect(model, batch, statistics=["entropie"])
