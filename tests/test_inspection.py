@@ -293,9 +293,9 @@ def test_watch_a_training_step():
     """Gradients as without; activation checkpointing counts nothing twice."""
     model, batch = build("llama").double().train(), tokens(64, 2, 20)
     found, rows = [], []
-    for checkpointing in (False, True):
+    for checkpointing in (None, {"use_reentrant": False}, {"use_reentrant": True}):
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.gradient_checkpointing_enable(checkpointing)
         for watched in (False, True):
             model.zero_grad()
             if watched:
@@ -305,7 +305,7 @@ def test_watch_a_training_step():
             else:
                 model(batch, labels=batch, use_cache=False).loss.backward()
             found.append(model.model.layers[0].self_attn.q_proj.weight.grad.clone())
-    assert rows == [40, 40]
+    assert rows == [40, 40, 40]
     assert all(torch.allclose(g, found[0]) for g in found)
 
 
@@ -345,7 +345,7 @@ def test_inputs_in_every_form():
     ):
         assert (regard.inspect(model, inputs).to_pandas() - expected).abs().max().max() < 1e-4
     for bad in (3.5, [[0.5]], torch.zeros(1, 4), "text"):
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match="inputs"):
             regard.inspect(model, bad)
     with pytest.raises(ValueError, match="statistics"):
         regard.inspect(model, batch, statistics=["entropie"])

@@ -109,6 +109,9 @@ def inspect(
 
 def _batches(inputs: Any, batch_size: int | None) -> Iterator[dict[str, Any]]:
     """The model's arguments, batch by batch."""
+    expected = "token ids [T] or [B, T], a dict of the model's arguments, or an iterable of such"
+    if not isinstance(inputs, Iterable):
+        raise TypeError(f"inputs: expected {expected}, got {describe(inputs)}")
     for item in [inputs] if isinstance(inputs, Tensor | Mapping) else inputs:
         if isinstance(item, Mapping):
             batch = dict(item)
@@ -117,12 +120,9 @@ def _batches(inputs: Any, batch_size: int | None) -> Iterator[dict[str, Any]]:
         elif isinstance(item, Sequence) and item and all(isinstance(token, int) for token in item):
             batch = {"input_ids": torch.tensor([item])}
         else:
-            raise TypeError(
-                f"inputs: expected token ids [T] or [B, T], a dict of the model's arguments, or an iterable of such, "
-                f"got {describe(item)}"
-            )
-        sizes = [value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.dim()]
-        B = sizes[0] if sizes else 1
+            raise TypeError(f"inputs: expected {expected}, got {describe(item)}")
+        ordered = [batch.get("input_ids"), *batch.values()]
+        B = next((value.shape[0] for value in ordered if isinstance(value, Tensor) and value.dim()), 1)
         step = B if batch_size is None else batch_size
         for start in range(0, B, max(1, step)):
             yield {
@@ -317,9 +317,7 @@ class _Recorder:
         if real is not None:
             wanted.discard("key_mass")
         out, aux = attention(**call, return_aux=AuxRequest(**dict.fromkeys(wanted, True)))
-        if (
-            torch._C._current_graph_task_id() != -1
-        ):  # in backward: activation checkpointing repeats a pass, once recorded
+        if torch._C._current_graph_task_id() != -1:  # in backward: checkpointing repeats a pass, recorded before
             return out
         with torch.no_grad():
             by_query, by_key = (None, None)
