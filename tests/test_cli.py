@@ -114,3 +114,62 @@ def test_a_backend_that_computes_rubbish_is_broken(run, monkeypatch, how):
 
 def test_every_backend_is_tested():
     assert {t["backend"] for t in doctor.examine()["self_test"]} | {"native"} == set(BACKENDS)
+
+
+# --- regard inspect ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A small untrained model in a folder, without a tokenizer, and tokens for it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape)).save_pretrained(folder)
+    tokens = folder / "tokens.txt"
+    tokens.write_text(" ".join(str(i) for i in torch.randint(64, (150,)).tolist()))
+    return str(folder), str(tokens)
+
+
+def test_inspect_a_folder(run, checkpoint, tmp_path):
+    folder, tokens = checkpoint
+    page, numbers = tmp_path / "page.html", tmp_path / "numbers.json"
+    arguments = ("inspect", folder, "--tokens", tokens, "--length", "100")
+    result = run(*arguments, "--out", str(page), "--json", str(numbers))
+    assert result.exit_code == 0, result.output
+    assert "2 layers, 8 heads" in result.output and "diffuse" in result.output
+    record = json.loads(numbers.read_text())
+    assert record["provenance"]["tokens"] == 150 and record["provenance"]["longest"] == 100
+    assert folder in page.read_text()
+    # an untrained model's heads are diffuse, which is a note
+    for name, status in (("diffuse", 1), ("note", 1), ("warning", 0), ("alarm", 0)):
+        assert run(*arguments, "--fail-on", name).exit_code == status, name
+    both = run(*arguments, "--compare", str(numbers), "--out", str(page))
+    assert both.exit_code == 0 and page.read_text().count('"regard-inspection"') == 2
+    # saved numbers are those of a resumed run
+    state = str(tmp_path / "run.safetensors")
+    for _ in range(2):
+        assert run(*arguments, "--run", state, "--json", str(tmp_path / "again.json")).exit_code == 0
+    assert json.loads((tmp_path / "again.json").read_text())["heads"] == record["heads"]
+
+
+def test_inspect_says_what_is_wrong(run, checkpoint, tmp_path):
+    folder, tokens = checkpoint
+    words = tmp_path / "words.txt"
+    words.write_text("three words here")
+    for arguments, message in (
+        (("nowhere/at-all.gguf", "--tokens", tokens), "at-all.gguf"),
+        ((str(words),), "words.txt"),
+        ((folder,), "no tokenizer"),
+        ((folder, "--tokens", str(words)), "expected integers"),
+        ((folder, "--tokens", str(tmp_path / "none")), "cannot be read"),
+        ((folder, "--tokens", tokens, "--text", str(words)), "expected one of them"),
+        ((folder, "--tokens", tokens, "--fail-on", "boredom"), "--fail-on"),
+        ((folder, "--tokens", tokens, "--compare", tokens.replace("tokens.txt", "config.json")), "is not what"),
+        ((folder, "--tokens", tokens, "--out", str(tmp_path / "no" / "page.html")), "no folder"),
+    ):
+        result = run("inspect", *arguments, width=400)
+        assert result.exit_code == 2, (arguments, result.output)
+        assert message in result.output and "Traceback" not in result.output, result.output

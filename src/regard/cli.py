@@ -174,7 +174,7 @@ def _show_record(record: dict[str, Any], console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
     table.add_column("finding", no_wrap=True)
     table.add_column("heads", justify="right")
-    table.add_column("clearest", no_wrap=True)
+    table.add_column("layer.head", no_wrap=True)
     table.add_column("why it matters")
     colours = {"alarm": "bold red", "warning": "yellow", "note": ""}
     for rule in dict.fromkeys(found.rule for found in findings):
@@ -182,9 +182,15 @@ def _show_record(record: dict[str, Any], console: Console) -> None:
         heads = [found for found in mine if found.layer is not None]
         first = max(heads, key=lambda f: abs((f.value or 0) - f.threshold)) if heads else mine[0]
         where = f"{first.layer}.{first.head} ({first.value:.3g})" if first.layer is not None else "-"
-        row = (str(len(heads)) if heads else "-", where, first.why if heads else first.message)
+        sentence = (
+            first.why.split(". ")[0].removesuffix(".") + "." if heads else first.message
+        )  # the report has the rest
+        row = (str(len(heads)) if heads else "-", where, sentence)
         table.add_row(Text(rule, style=colours[mine[0].severity]), *map(Text, row))
     console.print(table)
+    console.print(
+        Text("layer.head: the clearest one, and its value. The report has all, with sources and remedies.", "dim")
+    )
     console.print()
 
 

@@ -448,6 +448,7 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bo
     is not run unless `trust_remote_code`. What cannot be found or read raises a ValueError that says why.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
     where, options = str(name), {}
     if name == EMBEDDED:
@@ -462,10 +463,15 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bo
     elif path.suffix == ".gguf" or where.startswith((".", "/", "~")):
         raise ValueError(f"model: nothing is at {str(path)!r}")
     options["trust_remote_code"] = trust_remote_code
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options).eval()
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ValueError(f"model: {name!r} cannot be loaded: {_first_line(error)}") from error
+    finally:
+        if bars:
+            logging.enable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
     except Exception:  # whatever a missing tokenizer looks like in this version
