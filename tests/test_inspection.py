@@ -370,7 +370,7 @@ def test_results():
     assert positions["null_entropy"][:3] == pytest.approx([0, math.log(2), math.log(3)], rel=1e-4)
     assert page["provenance"]["tokens"] == 40 and page["provenance"]["longest"] == 20
     assert "<title>" in inspection.to_html() and inspection.findings()
-    assert "2 attention layers, 40 queries" in inspection.summary()
+    assert "2 attention layers, 40 queries each" in inspection.summary()
     with pytest.raises(ValueError, match="name"):
         inspection.mean("kurtosis")
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from .checks import concrete, may_be_zero, number
 from .operator import attention
 from .parts import describe, is_integer, is_number
-from .problem import Rows, Transport
+from .problem import Budget, Rows, Transport
 from .regularizers import KL
 from .statistics import AuxRequest
 
@@ -203,7 +203,8 @@ def evidence(
         problem = Transport(problem.regularizer, prior=problem.prior, temperature=problem.temperature)
     elif isinstance(problem.marginal, Rows) and problem.marginal.sink is not None:
         raise ValueError(f"problem: expected no sink (KL may have one: it leaves softmax), got {problem!r}")
-    every_key_counts = exponential and not may_be_zero(problem.temperature)
+    given = problem.temperature
+    every_key_counts = exponential and not isinstance(given, Budget) and not may_be_zero(given)
     _, aux = attention(
         query,
         key,

@@ -450,7 +450,8 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bo
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    where, options = str(name), {}
+    where = str(name)
+    options: dict[str, Any] = {}
     if name == EMBEDDED:
         where = str(_embedded())
     path = Path(where).expanduser()

@@ -66,7 +66,7 @@ def _read(text: Path | None, tokens: Path | None, tokenizer: Any, name: str) -> 
             raise Refused(f"--tokens: expected integers in {tokens}: {error}") from None
     if tokenizer is None:
         raise Refused(f"{name} has no tokenizer: give token ids with --tokens FILE")
-    sample = resources.files(__package__).joinpath("sample.txt").read_text("utf-8")
+    sample = resources.files("regard.inspection").joinpath("sample.txt").read_text("utf-8")
     return torch.tensor(tokenizer(sample if text is None else _content(text))["input_ids"])
 
 

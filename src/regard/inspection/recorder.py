@@ -388,7 +388,8 @@ class _Recorder:
         whole = attention(**plan, value=value, return_aux=request)[1].lse
         # Only keys up to the query's own: what follows a later copy is not induction.
         past = Transport(copies.regularizer, prior=_past(copies.prior), marginal=Rows(), temperature=copies.temperature)
-        chosen = attention(**plan | {"problem": past}, value=value, return_aux=request)[1].lse
+        narrowed: dict[str, Any] = {**plan, "problem": past}
+        chosen = attention(**narrowed, value=value, return_aux=request)[1].lse
         assert whole is not None and chosen is not None
         return torch.where(chosen > -torch.inf, (chosen - whole).exp(), torch.nan)
 

@@ -257,12 +257,13 @@ class Inspection:
             if n in self.columns
         ]
         name = self.about.get("model", "model")
-        lines = [f"{name}: {len(self.layers)} attention layers, {self.rows} queries each, {self.batches} batches"]
-        lines.append("layer  heads" + "".join(f"{n:>16}" for n in shown))
+        lines = [f"{name}: {len(self.layers)} attention layers, {self.rows} queries each"]
+        widths = [max(len(n), 9) + 2 for n in shown]
+        lines.append("layer  heads" + "".join(f"{n:>{w}}" for n, w in zip(shown, widths, strict=True)))
         for layer in self.layers:
             means = layer.means()
-            values = "".join(f"{float(means[n].nanmean()):>16.4g}" for n in shown)
-            lines.append(f"{layer.index:>5}{layer.heads:>7}{values}")
+            values = (f"{float(means[n].nanmean()):>{w}.4g}" for n, w in zip(shown, widths, strict=True))
+            lines.append(f"{layer.index:>5}{layer.heads:>7}{''.join(values)}")
         if "max_scores" in self.statistics and self.layers:
             lines.append(f"largest score: {float(self.maximum('max_scores').nan_to_num(-math.inf).max()):.4g}")
         return "\n".join(lines)
