@@ -78,8 +78,8 @@ def attention(
     form = lower(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap)
     statistics = requested(return_aux)
     names = ("out", *statistics)
-    choice = _choose(form, names, backend)
-    results = {"out": sdpa.forward(form)} if choice.backend == "sdpa" else ops.run(choice.backend, form, names)
+    chosen, _ = _choose(form, names, backend)
+    results = {"out": sdpa.forward(form)} if chosen == "sdpa" else ops.run(chosen, form, names)
     assert form.query is not None
     out = results["out"]
     if out.dtype != form.query.dtype:  # which autocast may have changed
@@ -116,10 +116,11 @@ def select_backend(
     """Which backend `attention` would take for these arguments, with the reasons against the others."""
     with torch.random.fork_rng(devices=[]):  # lowering draws dropout's seed; asking must not
         form = lower(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap)
-    return _choose(form, ("out", *requested(return_aux)), backend)
+    return Choice(*_choose(form, ("out", *requested(return_aux)), backend))
 
 
-def _choose(form: Form, names: tuple[str, ...], backend: str) -> Choice:
+def _choose(form: Form, names: tuple[str, ...], backend: str) -> tuple[str, dict[str, str]]:
+    """The backend, and why each one before it was passed over."""
     for name in names:
         reason = undefined(name, form)
         if reason is not None:
@@ -131,17 +132,17 @@ def _choose(form: Form, names: tuple[str, ...], backend: str) -> Choice:
         reason = BACKENDS[backend].unsupported(form, names)
         if reason is not None:
             raise NotImplementedError(f'backend "{backend}" cannot serve this problem: {reason}')
-        return Choice(backend)
+        return backend, {}
     reasons = {}
     reason = native.unsupported(form, names)
     if reason is None:
-        return Choice("native", reasons)
+        return "native", reasons
     reasons["native"] = reason
     reason = sdpa.unsupported(form, names) or sdpa.unwise(form)
     if reason is None:
-        return Choice("sdpa", reasons)
+        return "sdpa", reasons
     reasons["sdpa"] = reason
-    return Choice("torch", reasons)
+    return "torch", reasons
 
 
 def _unfold(result: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

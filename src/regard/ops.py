@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import unwrap_dead_wrappers
+from torch._C._functorch import unwrap_if_dead
 
 from .backends import native
 from .backends import torch as definition
@@ -36,13 +36,17 @@ def run(backend: str, form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
     if forward_mode or (transformed and any(name not in DIFFERENTIABLE for name in names)):
         # A transform does not ask whether an output is differentiable: a statistic's tangent must be right, not zero.
         return definition.differentiable(form, names)
-    tensors = form.tensors()
-    recording = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
-    if not recording and not transformed:
+    if not transformed and not torch.is_grad_enabled():
         return BACKENDS[backend].forward(form, names)
-    computed = _with_saved(backend, form, names)
-    apply = Attend.apply if transformed else Attend.apply_plainly
-    outputs = apply(form, tuple(tensors), computed, backend, *tensors.values())
+    tensors = form.tensors()
+    if transformed:
+        computed = _with_saved(backend, form, names)
+        outputs = Attend.apply(form, tuple(tensors), computed, backend, *tensors.values())
+    elif any(t.requires_grad for t in tensors.values()):
+        alive = map(unwrap_if_dead, tensors.values())  # of those that left a transform
+        outputs = _apply_plainly(_skeleton(form), tuple(tensors), names, backend, *alive)
+    else:
+        return BACKENDS[backend].forward(form, names)
     return dict(zip(names, outputs, strict=False))
 
 
@@ -62,11 +66,6 @@ class Attend(torch.autograd.Function):
         results = BACKENDS[backend].forward(form.with_tensors(dict(zip(slots, tensors, strict=True))), names)
         return tuple(results[name] for name in names)
 
-    @classmethod
-    def apply_plainly(cls, *arguments: Any) -> tuple[Tensor, ...]:
-        """What `apply` does outside of transforms, without its slow look at forward's signature."""
-        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(arguments))  # type: ignore[misc]
-
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.form, ctx.slots, ctx.names, ctx.backend, *tensors = inputs
@@ -77,12 +76,13 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        """`grads` are of the first outputs; what was saved besides has none."""
         n = len(ctx.slots)
         saved = ctx.saved_tensors  # read once: checkpointing hands each tensor out one time
         tensors, outputs = saved[:n], saved[n:]
         needed = tuple(s for s, need in zip(ctx.slots, ctx.needs_input_grad[4:], strict=True) if need)
         incoming = {
-            name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None and name in DIFFERENTIABLE
+            name: g for name, g in zip(ctx.names, grads, strict=False) if g is not None and name in DIFFERENTIABLE
         }
         if not incoming or not needed:
             return (None,) * (4 + n)
@@ -104,6 +104,31 @@ class Attend(torch.autograd.Function):
         folded = [_fold(t, d, V, B, s in _CARRIED) for s, t, d in zip(slots, tensors, in_dims[4:], strict=True)]
         outputs = Attend.apply(_skeleton(form), slots, names, backend, *folded)
         return tuple(o.unflatten(0, (V, B)) for o in outputs), (0,) * len(outputs)
+
+
+class AttendPlainly(torch.autograd.Function):
+    """`Attend` where no transform is active, in fewer steps: what backward wants is saved without being an output.
+
+    apply(form without tensors, slots, names, backend, *tensors) -> one output per name.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, form: Form, slots: tuple, names: tuple, backend: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        whole = form.with_tensors(dict(zip(slots, tensors, strict=True)))
+        computed = _with_saved(backend, whole, names)
+        results = BACKENDS[backend].forward(whole, computed)
+        ctx.form, ctx.slots, ctx.names, ctx.backend = form, slots, computed, backend
+        ctx.save_for_backward(*tensors, *(results[name] for name in computed))
+        if len(names) > 1:
+            ctx.mark_non_differentiable(*(results[name] for name in names if name not in DIFFERENTIABLE))
+        ctx.set_materialize_grads(False)
+        return tuple(results[name] for name in names)
+
+    backward = Attend.backward
+
+
+# What `apply` does outside of transforms, without its slow look at forward's signature.
+_apply_plainly = super(torch.autograd.Function, AttendPlainly).apply  # type: ignore[misc]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
