@@ -3,9 +3,43 @@
 //   few_scores: panel[j][i]  = sum_d  q[i][d] * k[j][d]
 //   few_gather: o[i][d]     += sum_j  panel[j][i] * v[j][d]
 #pragma once
+#include <type_traits>
+
 #include "tiles.h"
 
 namespace {
+
+// 2N elements of a row as two vectors. Of bfloat16 they are the even and the odd ones, in the upper halves of 32 bits: one
+// instruction each, where widening in order takes three. So where keys and values are bfloat16, queries and outputs lie in
+// that order too (`even_odd`), and few_gather's sums are brought back at the end (`in_order`).
+template <class R, class T> INLINE void load_pair(const T *p, Vec<R> &a, Vec<R> &b) {
+  a = load_wide(p), b = load_wide(p + Simd<R>::N);
+}
+template <> INLINE void load_pair<float, Bf16>(const Bf16 *p, Vec<float> &a, Vec<float> &b) {
+  typedef uint32_t Loose __attribute__((vector_size(BYTES), aligned(2), may_alias));
+  const auto both = *(const Loose *)p;  // little-endian: the even element is the lower half
+  a = (Vec<float>)(both << 16), b = (Vec<float>)(both & 0xffff0000u);
+}
+template <class R, class T> INLINE void even_odd(R *rows, int64_t n, int64_t D) {
+  constexpr int N = Simd<R>::N;
+  if (!std::is_same<T, Bf16>::value) return;
+  for (int64_t i = 0; i < n; ++i)
+    for (R *at = rows + i * D, *end = at + D / (2 * N) * (2 * N); at < end; at += 2 * N) {
+      R copy[2 * N];
+      memcpy(copy, at, sizeof copy);
+      for (int u = 0; u < N; ++u) at[u] = copy[2 * u], at[N + u] = copy[2 * u + 1];
+    }
+}
+template <class R, class T> INLINE void in_order(R *rows, int64_t n, int64_t D) {
+  constexpr int N = Simd<R>::N;
+  if (!std::is_same<T, Bf16>::value) return;
+  for (int64_t i = 0; i < n; ++i)
+    for (R *at = rows + i * D, *end = at + D / (2 * N) * (2 * N); at < end; at += 2 * N) {
+      R copy[2 * N];
+      memcpy(copy, at, sizeof copy);
+      for (int u = 0; u < N; ++u) at[2 * u] = copy[u], at[2 * u + 1] = copy[N + u];
+    }
+}
 
 template <class T> INLINE void expect(const T *row, int64_t D) {
   for (int64_t d = 0; d < D; d += 64 / (int64_t)sizeof(T)) __builtin_prefetch(row + d);
@@ -16,6 +50,19 @@ INLINE void few_score_tile(const R *q, int64_t D, const T *k, int64_t stride, R 
   constexpr int N = Simd<R>::N;
   Vec<R> sum[KEYS][4] = {};
   int64_t d = 0;
+  for (; d + 2 * N <= D; d += 2 * N) {
+    Vec<R> x[KEYS], y[KEYS];
+#pragma GCC unroll 4
+    for (int j = 0; j < KEYS; ++j) load_pair<R, T>(k + j * stride + d, x[j], y[j]);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const Vec<R> a = load(q + i * D + d), b = load(q + i * D + d + N);
+#pragma GCC unroll 4
+      for (int j = 0; j < KEYS; ++j) sum[j][i] += a * x[j];
+#pragma GCC unroll 4
+      for (int j = 0; j < KEYS; ++j) sum[j][i] += b * y[j];
+    }
+  }
   for (; d + N <= D; d += N) {
     Vec<R> x[KEYS];
 #pragma GCC unroll 4
@@ -61,8 +108,10 @@ INLINE void few_gather_tile(const R *panel, int64_t L, const T *v, int64_t strid
   Vec<R> sum[4][NV] = {};
   for (int64_t j = 0; j < keys; ++j) {
     Vec<R> x[NV];
-#pragma GCC unroll 4
-    for (int n = 0; n < NV; ++n) x[n] = load_wide(v + j * stride + n * N);
+    if constexpr (NV == 2)
+      load_pair<R, T>(v + j * stride, x[0], x[1]);
+    else
+      x[0] = load_wide(v + j * stride);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
       const Vec<R> p = all(panel[j * L + i]);

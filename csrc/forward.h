@@ -410,9 +410,10 @@ template <class R, int NV, class T> void forward_as(const Problem &p) {
       cut.place(p, *rows[g], unit, first_block + g);
       state[g]->clear();
       memset(ot[g], 0, L * p.Dv * sizeof(R));
-      if (NV == 1)
+      if constexpr (NV == 1) {
         rows[g]->gather_rows(p.query, p.D, qt[g], [&](int i) { return rows[g]->factor(p, terms, i); });
-      else
+        even_odd<R, T>(qt[g], L, p.D);
+      } else
         rows[g]->transpose(p.query, p.D, qt[g], [&](int i) { return rows[g]->factor(p, terms, i); });
       lo = least(lo, rows[g]->lo), hi = most(hi, rows[g]->hi);
     }
@@ -430,6 +431,7 @@ template <class R, int NV, class T> void forward_as(const Problem &p) {
       }
     }
     for (int64_t g = 0; g < blocks; ++g) {
+      if (NV == 1) in_order<R, T>(ot[g], L, p.Dv);
       if (cut.splits == 1) {
         finish(p, terms, *rows[g], *state[g], ot[g]);
       } else {

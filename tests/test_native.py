@@ -203,6 +203,15 @@ def test_dtypes(name, dtype):
     Case(qkv(2, Tq=50, Tk=60, dtype=dtype) | tensors, call).check()
 
 
+@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (80, 24), (33, 50)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_decoding_in_half_types(dtype, D, Dv):
+    """Few rows read keys and values as they lie, in an order of their own."""
+    for Tq, Tk in ((1, 75), (2, 1500)):
+        tensors, call = PROBLEMS["causal"](4, Tq, Tk)
+        Case(qkv(2, Hkv=1, Tq=Tq, Tk=Tk, D=D, Dv=Dv, dtype=dtype) | tensors, call).check()
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_random_problems(seed):
     r = random.Random(seed)
