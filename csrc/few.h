@@ -84,16 +84,14 @@ INLINE void few_score_tile(const R *q, int64_t D, const T *k, int64_t stride, R 
   }
 }
 
-// Four rows at a time: q holds a multiple of four, L too. What comes next is called for on the way: keys some tiles
-// ahead (beyond the block is the next one; beyond the last, a prefetch does no harm) and the values of this block.
+// Four rows at a time: q holds a multiple of four, L too. What comes next is called for on the way, so that memory never
+// rests: here the values of this block, in few_gather the keys of the next (beyond the last, a prefetch does no harm).
 template <class R, class T>
 void few_scores(const R *q, int64_t rows, int64_t D, const T *k, int64_t k_stride, int64_t keys, R *panel, int64_t L,
                 const T *v, int64_t v_stride, int64_t Dv) {
-  constexpr int64_t AHEAD = 8;
   int64_t j = 0;
   for (; j + 2 <= keys; j += 2) {
-    for (int64_t next = j; next < j + 2; ++next)
-      expect(k + (next + AHEAD) * k_stride, D), expect(v + next * v_stride, Dv);
+    expect(v + j * v_stride, Dv), expect(v + (j + 1) * v_stride, Dv);
     for (int64_t i = 0; i < rows; i += 4)
       few_score_tile<R, T, 2>(q + i * D, D, k + j * k_stride, k_stride, panel + j * L + i, L);
   }
@@ -103,10 +101,12 @@ void few_scores(const R *q, int64_t rows, int64_t D, const T *k, int64_t k_strid
 }
 
 template <class R, class T, int NV>
-INLINE void few_gather_tile(const R *panel, int64_t L, const T *v, int64_t stride, int64_t keys, R *o, int64_t Dv) {
+INLINE void few_gather_tile(const R *panel, int64_t L, const T *v, int64_t stride, int64_t keys, R *o, int64_t Dv,
+                            const T *next, int64_t next_stride) {
   constexpr int N = Simd<R>::N;
   Vec<R> sum[4][NV] = {};
   for (int64_t j = 0; j < keys; ++j) {
+    if (next) expect(next + j * next_stride, NV * N);
     Vec<R> x[NV];
     if constexpr (NV == 2)
       load_pair<R, T>(v + j * stride, x[0], x[1]);
@@ -125,16 +125,19 @@ INLINE void few_gather_tile(const R *panel, int64_t L, const T *v, int64_t strid
     for (int n = 0; n < NV; ++n) store(o + i * Dv + n * N, load(o + i * Dv + n * N) + sum[i][n]);
 }
 
+// `next`: D elements of rows that are called for.
 template <class R, class T>
-void few_gather(const R *panel, int64_t L, int64_t rows, const T *v, int64_t stride, int64_t keys, int64_t Dv, R *o) {
+void few_gather(const R *panel, int64_t L, int64_t rows, const T *v, int64_t stride, int64_t keys, int64_t Dv, R *o,
+                const T *next, int64_t next_stride, int64_t D) {
+  const auto ahead = [&](int64_t i, int64_t d) { return i == 0 && d < D ? next + d : nullptr; };  // each piece once
   constexpr int N = Simd<R>::N;
   int64_t d = 0;
   for (; d + 2 * N <= Dv; d += 2 * N)
     for (int64_t i = 0; i < rows; i += 4)
-      few_gather_tile<R, T, 2>(panel + i, L, v + d, stride, keys, o + i * Dv + d, Dv);
+      few_gather_tile<R, T, 2>(panel + i, L, v + d, stride, keys, o + i * Dv + d, Dv, ahead(i, d), next_stride);
   for (; d + N <= Dv; d += N)
     for (int64_t i = 0; i < rows; i += 4)
-      few_gather_tile<R, T, 1>(panel + i, L, v + d, stride, keys, o + i * Dv + d, Dv);
+      few_gather_tile<R, T, 1>(panel + i, L, v + d, stride, keys, o + i * Dv + d, Dv, ahead(i, d), next_stride);
   for (; d < Dv; ++d)
     for (int64_t i = 0; i < rows; ++i)
       for (int64_t j = 0; j < keys; ++j) o[i * Dv + d] += panel[j * L + i] * (R)widen(v[j * stride + d]);

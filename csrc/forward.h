@@ -231,7 +231,8 @@ void attend(const Problem &p, const Terms &terms, const Wanted &want, const Rows
   if (p.out)
     each_run(gate == PARTLY ? panels.live : nullptr, keys, [&](int64_t from, int64_t to) {
       if constexpr (NV == 1)
-        few_gather(x + from * L, L, some, v + from * v_stride, v_stride, to - from, p.Dv, ot);
+        few_gather(x + from * L, L, some, v + from * v_stride, v_stride, to - from, p.Dv, ot,
+                   k + (keys + from) * k_stride, k_stride, p.D);
       else
         gather<R, NV>(x + from * L, v + from * v_stride, v_stride, to - from, p.Dv, ot);
     });
@@ -412,7 +413,7 @@ template <class R, int NV, class T> void forward_as(const Problem &p) {
       memset(ot[g], 0, L * p.Dv * sizeof(R));
       if constexpr (NV == 1) {
         rows[g]->gather_rows(p.query, p.D, qt[g], [&](int i) { return rows[g]->factor(p, terms, i); });
-        even_odd<R, T>(qt[g], L, p.D);
+        even_odd<R, T>(qt[g], rows[g]->n, p.D);
       } else
         rows[g]->transpose(p.query, p.D, qt[g], [&](int i) { return rows[g]->factor(p, terms, i); });
       lo = least(lo, rows[g]->lo), hi = most(hi, rows[g]->hi);
@@ -431,8 +432,8 @@ template <class R, int NV, class T> void forward_as(const Problem &p) {
       }
     }
     for (int64_t g = 0; g < blocks; ++g) {
-      if (NV == 1) in_order<R, T>(ot[g], L, p.Dv);
       if (cut.splits == 1) {
+        if (NV == 1) in_order<R, T>(ot[g], rows[g]->n, p.Dv);
         finish(p, terms, *rows[g], *state[g], ot[g]);
       } else {
         char *part = parts + ((unit * cut.tasks * cut.blocks + first_block + g) * cut.splits + split) * part_bytes;
@@ -453,6 +454,7 @@ template <class R, int NV, class T> void forward_as(const Problem &p) {
       char *other = part + split * part_bytes;
       state->merge(*(StateOf *)other, ot, (R *)(other + sizeof(StateOf)), p.Dv);
     }
+    if (NV == 1) in_order<R, T>(ot, rows.n, p.Dv);
     finish(p, terms, rows, *state, ot);
   });
 }
