@@ -86,9 +86,16 @@ INLINE void few_score_tile(const R *q, int64_t D, const T *k, int64_t stride, R 
 
 // Four rows at a time: q holds a multiple of four, L too. What comes next is called for on the way, so that memory never
 // rests: here the values of this block, in few_gather the keys of the next (beyond the last, a prefetch does no harm).
-template <class R, class T>
+// SIZE: the usual head sizes are known when compiled, so that the loop along d is unrolled; 0 for any other.
+template <class R, class T, int64_t SIZE = 0>
 void few_scores(const R *q, int64_t rows, int64_t D, const T *k, int64_t k_stride, int64_t keys, R *panel, int64_t L,
                 const T *v, int64_t v_stride, int64_t Dv) {
+  if constexpr (SIZE == 0) {
+    if (D == 64 && Dv == 64) return few_scores<R, T, 64>(q, rows, D, k, k_stride, keys, panel, L, v, v_stride, Dv);
+    if (D == 128 && Dv == 128) return few_scores<R, T, 128>(q, rows, D, k, k_stride, keys, panel, L, v, v_stride, Dv);
+  } else {
+    D = Dv = SIZE;
+  }
   int64_t j = 0;
   for (; j + 2 <= keys; j += 2) {
     expect(v + j * v_stride, Dv), expect(v + (j + 1) * v_stride, Dv);
