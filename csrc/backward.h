@@ -55,6 +55,26 @@ template <class R> struct BackPanels {
 
 template <class R> INLINE R of_row(const Tensor &t, int64_t at) { return element<R>(t.data, t.type, at); }
 
+template <class R> INLINE R dot(const R *a, const R *b, int64_t n) {
+  constexpr int N = Simd<R>::N;
+  Vec<R> even = {}, odd = {};
+  int64_t d = 0;
+  for (; d + 2 * N <= n; d += 2 * N) even += load(a + d) * load(b + d), odd += load(a + d + N) * load(b + d + N);
+  for (; d + N <= n; d += N) even += load(a + d) * load(b + d);
+  even += odd;
+  R total = 0;
+  for (int i = 0; i < N; ++i) total += even[i];
+  for (; d < n; ++d) total += a[d] * b[d];
+  return total;
+}
+// The same with a row of a tensor.
+template <class R> R dot(const R *a, const Tensor &t, int64_t at, int64_t n) {
+  if (t.s3 == 1 && t.type == (sizeof(R) == 4 ? regard::F32 : regard::F64)) return dot(a, (const R *)t.data + at, n);
+  R total = 0;
+  for (int64_t d = 0; d < n; ++d) total += a[d] * of_row<R>(t, at + d * t.s3);
+  return total;
+}
+
 template <class R> void prepare_link(const Problem &p, BackRows<R> &r);
 template <class R, class Link>
 void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t first, int64_t keys, const R *k,
@@ -84,19 +104,9 @@ template <class R> void prepare(const Problem &p, const Terms &terms, BackRows<R
   for (int i = 0; i < rows.n; ++i) {
     const int n = i / N, lane = i % N;
     const R tau = rows.temperature[i], level = rows.level[i];
-    const R dual = of_row<R>(p.saved_dual, rows.at(p.saved_dual, i));
-    R dot = 0;
-    if (p.grad_out) {
-      const R *g = r.d_out + i * Dvp;
-      const int64_t at = rows.at(p.saved_out, i);
-      if (p.saved_out.s3 == 1 && p.saved_out.type == p.compute) {
-        const R *o = (const R *)p.saved_out.data + at;
-        for (int64_t d = 0; d < p.Dv; ++d) dot += g[d] * o[d];
-      } else {
-        for (int64_t d = 0; d < p.Dv; ++d) dot += g[d] * of_row<R>(p.saved_out, at + d * p.saved_out.s3);
-      }
-    }
-    r.dot[i] = dot;
+    const R dual = p.saved_dual ? of_row<R>(p.saved_dual, rows.at(p.saved_dual, i)) : 0;
+    const R sent = p.grad_out ? dot(r.d_out + i * Dvp, p.saved_out, rows.at(p.saved_out, i), p.Dv) : 0;
+    r.dot[i] = sent;
     r.inverse_tau[n][lane] = 1 / tau, r.lambda[n][lane] = dual;
     const R peak = of_row<R>(p.saved_peak, rows.at(p.saved_peak, i));
     if (peak == -INF<R>) {  // no key may be read, and the query may hold anything
@@ -105,13 +115,13 @@ template <class R> void prepare(const Problem &p, const Terms &terms, BackRows<R
       continue;
     }
     r.peak[n][lane] = peak, r.rest[n][lane] = of_row<R>(p.saved_rest, rows.at(p.saved_rest, i));
-    R log_mu = 0, base = dot;
-    if (p.marginal == regard::ROWS) log_mu = (R)::log(p.mass), base = dot / (R)p.mass;
-    if (p.marginal == regard::RELAX) log_mu = dual / level, base = dot / (R)::exp(log_mu) * (level / (level + tau));
+    R log_mu = 0, base = sent;
+    if (p.marginal == regard::ROWS && p.mass != 1) log_mu = (R)::log(p.mass), base = sent / (R)p.mass;
+    if (p.marginal == regard::RELAX) log_mu = dual / level, base = sent / (R)::exp(log_mu) * (level / (level + tau));
     if (p.marginal == regard::FREE) base = 0;
     if (p.marginal == regard::FREE && p.saved_lse)
       log_mu = of_row<R>(p.saved_lse, rows.at(p.saved_lse, i)) + level / tau;
-    const R inverse_mu = (R)::exp(-log_mu);
+    const R inverse_mu = log_mu == 0 ? 1 : (R)::exp(-log_mu);
     R add = p.grad_lse ? of_row<R>(p.grad_lse, rows.at(p.grad_lse, i)) : 0;
     if (p.grad_entropy) {
       const R g = of_row<R>(p.grad_entropy, rows.at(p.grad_entropy, i));
@@ -254,6 +264,9 @@ void pull_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv, int
   const BackCut<R> cut(p);
   const int64_t group = p.H / p.Hkv, Dp = padded<R>(p.D), Dvp = padded<R>(p.Dv);
   const int64_t lo = chunk * cut.keys, hi = least(p.Tk, lo + cut.keys);
+  const int64_t first_row = (b * p.Hkv + kv) * p.Tk + lo, own = most((int64_t)0, hi - lo);
+  if (p.dk) memset((R *)p.dk + first_row * p.D, 0, own * p.D * sizeof(R));
+  if (p.dv) memset((R *)p.dv + first_row * p.Dv, 0, own * p.Dv * sizeof(R));
   BackPanels<R> panels(arena, p);
   const Arena rest = arena;
   BackRows<R> *blocks[BATCH_ROWS / L];

@@ -32,11 +32,7 @@ template <class R> void prepare_link(const Problem &p, BackRows<R> &r) {
     }
     r.peak[n][lane] = peak, r.rest[n][lane] = of_row<R>(p.saved_rest, rows.at(p.saved_rest, i));
     R base = 0;
-    if (p.grad_out && !free) {
-      const R *g = r.d_out + i * Dvp;
-      const int64_t at = rows.at(p.saved_tilt, i);
-      for (int64_t d = 0; d < p.Dv; ++d) base += g[d] * of_row<R>(p.saved_tilt, at + d * p.saved_tilt.s3);
-    }
+    if (p.grad_out && !free) base = dot(r.d_out + i * Dvp, p.saved_tilt, rows.at(p.saved_tilt, i), p.Dv);
     R add = 0;
     if (p.grad_entropy) {
       R mass = (R)p.mass;
@@ -56,17 +52,6 @@ template <class R> void prepare_link(const Problem &p, BackRows<R> &r) {
   }
 }
 
-template <class R> INLINE R dot(const R *a, const R *b, int64_t n) {  // n a multiple of the vector's length
-  constexpr int N = Simd<R>::N;
-  Vec<R> even = {}, odd = {};
-  int64_t d = 0;
-  for (; d + 2 * N <= n; d += 2 * N) even += load(a + d) * load(b + d), odd += load(a + d + N) * load(b + d + N);
-  for (; d < n; d += N) even += load(a + d) * load(b + d);
-  even += odd;
-  R total = 0;
-  for (int i = 0; i < N; ++i) total += even[i];
-  return total;
-}
 template <class R> INLINE void add(R factor, const R *from, int64_t n, R *to) {
   constexpr int N = Simd<R>::N;
   const Vec<R> f = all(factor);

@@ -3,9 +3,43 @@
 //   few_scores: panel[j][i]  = sum_d  q[i][d] * k[j][d]
 //   few_gather: o[i][d]     += sum_j  panel[j][i] * v[j][d]
 #pragma once
+#include <type_traits>
+
 #include "tiles.h"
 
 namespace {
+
+// 2N elements of a row as two vectors. Of bfloat16 they are the even and the odd ones, in the upper halves of 32 bits: one
+// instruction each, where widening in order takes three. So where keys and values are bfloat16, queries and outputs lie in
+// that order too (`even_odd`), and few_gather's sums are brought back at the end (`in_order`).
+template <class R, class T> INLINE void load_pair(const T *p, Vec<R> &a, Vec<R> &b) {
+  a = load_wide(p), b = load_wide(p + Simd<R>::N);
+}
+template <> INLINE void load_pair<float, Bf16>(const Bf16 *p, Vec<float> &a, Vec<float> &b) {
+  typedef uint32_t Loose __attribute__((vector_size(BYTES), aligned(2), may_alias));
+  const auto both = *(const Loose *)p;  // little-endian: the even element is the lower half
+  a = (Vec<float>)(both << 16), b = (Vec<float>)(both & 0xffff0000u);
+}
+template <class R, class T> INLINE void even_odd(R *rows, int64_t n, int64_t D) {
+  constexpr int N = Simd<R>::N;
+  if (!std::is_same<T, Bf16>::value) return;
+  for (int64_t i = 0; i < n; ++i)
+    for (R *at = rows + i * D, *end = at + D / (2 * N) * (2 * N); at < end; at += 2 * N) {
+      R copy[2 * N];
+      memcpy(copy, at, sizeof copy);
+      for (int u = 0; u < N; ++u) at[u] = copy[2 * u], at[N + u] = copy[2 * u + 1];
+    }
+}
+template <class R, class T> INLINE void in_order(R *rows, int64_t n, int64_t D) {
+  constexpr int N = Simd<R>::N;
+  if (!std::is_same<T, Bf16>::value) return;
+  for (int64_t i = 0; i < n; ++i)
+    for (R *at = rows + i * D, *end = at + D / (2 * N) * (2 * N); at < end; at += 2 * N) {
+      R copy[2 * N];
+      memcpy(copy, at, sizeof copy);
+      for (int u = 0; u < N; ++u) at[2 * u] = copy[u], at[2 * u + 1] = copy[N + u];
+    }
+}
 
 template <class T> INLINE void expect(const T *row, int64_t D) {
   for (int64_t d = 0; d < D; d += 64 / (int64_t)sizeof(T)) __builtin_prefetch(row + d);
@@ -16,6 +50,19 @@ INLINE void few_score_tile(const R *q, int64_t D, const T *k, int64_t stride, R 
   constexpr int N = Simd<R>::N;
   Vec<R> sum[KEYS][4] = {};
   int64_t d = 0;
+  for (; d + 2 * N <= D; d += 2 * N) {
+    Vec<R> x[KEYS], y[KEYS];
+#pragma GCC unroll 4
+    for (int j = 0; j < KEYS; ++j) load_pair<R, T>(k + j * stride + d, x[j], y[j]);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const Vec<R> a = load(q + i * D + d), b = load(q + i * D + d + N);
+#pragma GCC unroll 4
+      for (int j = 0; j < KEYS; ++j) sum[j][i] += a * x[j];
+#pragma GCC unroll 4
+      for (int j = 0; j < KEYS; ++j) sum[j][i] += b * y[j];
+    }
+  }
   for (; d + N <= D; d += N) {
     Vec<R> x[KEYS];
 #pragma GCC unroll 4
@@ -37,16 +84,29 @@ INLINE void few_score_tile(const R *q, int64_t D, const T *k, int64_t stride, R 
   }
 }
 
-// Four rows at a time: q holds a multiple of four, L too. What comes next is called for on the way: keys some tiles
-// ahead (beyond the block is the next one; beyond the last, a prefetch does no harm) and the values of this block.
-template <class R, class T>
+// Where keys are called for (beyond the last, a prefetch does no harm): those of 16 bits while the block before is summed,
+// larger ones some rows ahead of their scores. (Measured, from memory: the other way float32 is a quarter slower, bfloat16
+// a tenth.)
+template <class T> constexpr bool BLOCK_AHEAD = sizeof(T) == 2;
+constexpr int64_t ROWS_AHEAD = 8;
+
+// Four rows at a time: q holds a multiple of four, L too. The values of this block are called for on the way.
+// SIZE: the usual head sizes are known when compiled, so that the loop along d is unrolled; 0 for any other.
+template <class R, class T, int64_t SIZE = 0>
 void few_scores(const R *q, int64_t rows, int64_t D, const T *k, int64_t k_stride, int64_t keys, R *panel, int64_t L,
                 const T *v, int64_t v_stride, int64_t Dv) {
-  constexpr int64_t AHEAD = 8;
+  if constexpr (SIZE == 0) {
+    if (D == 64 && Dv == 64) return few_scores<R, T, 64>(q, rows, D, k, k_stride, keys, panel, L, v, v_stride, Dv);
+    if (D == 128 && Dv == 128) return few_scores<R, T, 128>(q, rows, D, k, k_stride, keys, panel, L, v, v_stride, Dv);
+  } else {
+    D = Dv = SIZE;
+  }
   int64_t j = 0;
   for (; j + 2 <= keys; j += 2) {
-    for (int64_t next = j; next < j + 2; ++next)
-      expect(k + (next + AHEAD) * k_stride, D), expect(v + next * v_stride, Dv);
+    for (int64_t next = j; next < j + 2; ++next) {
+      if (!BLOCK_AHEAD<T>) expect(k + (next + ROWS_AHEAD) * k_stride, D);
+      expect(v + next * v_stride, Dv);
+    }
     for (int64_t i = 0; i < rows; i += 4)
       few_score_tile<R, T, 2>(q + i * D, D, k + j * k_stride, k_stride, panel + j * L + i, L);
   }
@@ -56,13 +116,17 @@ void few_scores(const R *q, int64_t rows, int64_t D, const T *k, int64_t k_strid
 }
 
 template <class R, class T, int NV>
-INLINE void few_gather_tile(const R *panel, int64_t L, const T *v, int64_t stride, int64_t keys, R *o, int64_t Dv) {
+INLINE void few_gather_tile(const R *panel, int64_t L, const T *v, int64_t stride, int64_t keys, R *o, int64_t Dv,
+                            const T *next, int64_t next_stride) {
   constexpr int N = Simd<R>::N;
   Vec<R> sum[4][NV] = {};
   for (int64_t j = 0; j < keys; ++j) {
+    if (next) expect(next + j * next_stride, NV * N);
     Vec<R> x[NV];
-#pragma GCC unroll 4
-    for (int n = 0; n < NV; ++n) x[n] = load_wide(v + j * stride + n * N);
+    if constexpr (NV == 2)
+      load_pair<R, T>(v + j * stride, x[0], x[1]);
+    else
+      x[0] = load_wide(v + j * stride);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
       const Vec<R> p = all(panel[j * L + i]);
@@ -76,16 +140,19 @@ INLINE void few_gather_tile(const R *panel, int64_t L, const T *v, int64_t strid
     for (int n = 0; n < NV; ++n) store(o + i * Dv + n * N, load(o + i * Dv + n * N) + sum[i][n]);
 }
 
+// `next`: D elements of rows that may be called for.
 template <class R, class T>
-void few_gather(const R *panel, int64_t L, int64_t rows, const T *v, int64_t stride, int64_t keys, int64_t Dv, R *o) {
+void few_gather(const R *panel, int64_t L, int64_t rows, const T *v, int64_t stride, int64_t keys, int64_t Dv, R *o,
+                const T *next, int64_t next_stride, int64_t D) {
+  const auto ahead = [&](int64_t i, int64_t d) { return BLOCK_AHEAD<T> && i == 0 && d < D ? next + d : nullptr; };
   constexpr int N = Simd<R>::N;
   int64_t d = 0;
   for (; d + 2 * N <= Dv; d += 2 * N)
     for (int64_t i = 0; i < rows; i += 4)
-      few_gather_tile<R, T, 2>(panel + i, L, v + d, stride, keys, o + i * Dv + d, Dv);
+      few_gather_tile<R, T, 2>(panel + i, L, v + d, stride, keys, o + i * Dv + d, Dv, ahead(i, d), next_stride);
   for (; d + N <= Dv; d += N)
     for (int64_t i = 0; i < rows; i += 4)
-      few_gather_tile<R, T, 1>(panel + i, L, v + d, stride, keys, o + i * Dv + d, Dv);
+      few_gather_tile<R, T, 1>(panel + i, L, v + d, stride, keys, o + i * Dv + d, Dv, ahead(i, d), next_stride);
   for (; d < Dv; ++d)
     for (int64_t i = 0; i < rows; ++i)
       for (int64_t j = 0; j < keys; ++j) o[i * Dv + d] += panel[j * L + i] * (R)widen(v[j * stride + d]);

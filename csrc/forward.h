@@ -231,7 +231,8 @@ void attend(const Problem &p, const Terms &terms, const Wanted &want, const Rows
   if (p.out)
     each_run(gate == PARTLY ? panels.live : nullptr, keys, [&](int64_t from, int64_t to) {
       if constexpr (NV == 1)
-        few_gather(x + from * L, L, some, v + from * v_stride, v_stride, to - from, p.Dv, ot);
+        few_gather(x + from * L, L, some, v + from * v_stride, v_stride, to - from, p.Dv, ot,
+                   k + (keys + from) * k_stride, k_stride, p.D);
       else
         gather<R, NV>(x + from * L, v + from * v_stride, v_stride, to - from, p.Dv, ot);
     });
@@ -246,6 +247,7 @@ template <class R, int NV>
 void finish(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, const State<R, NV> &state, const R *ot) {
   constexpr int N = Simd<R>::N, L = N * NV;
   R share[L];
+  const double log_mass = ::log2(p.mass);
   for (int i = 0; i < rows.n; ++i) {
     const int n = i / N, lane = i % N;
     const int64_t at = rows.flat(p, i);
@@ -255,7 +257,8 @@ void finish(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, const
     const bool sink = p.marginal == regard::SINK;
     // The distribution: 2^(x - top) / total, the null key included.
     const R null_x = sink ? level * c : -INF<R>, top = m > null_x || m != m ? m : null_x;
-    const R real = keys ? exp2_of(m - top) : 0, null = sink ? exp2_of(null_x - top) : 0;
+    const R real = !keys ? 0 : sink ? exp2_of(m - top) : 1 + (m - top);  // without a sink 1, or NaN
+    const R null = sink ? exp2_of(null_x - top) : 0;
     const R total = l * real + null, log_total = log2_of(total);
     const bool some = keys || sink;
     const R lse = some ? (R)LN2 * (top + log_total) : -INF<R>;
@@ -264,15 +267,14 @@ void finish(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, const
     // The plan: p = weight * factor.
     R factor = part * (R)p.mass, dual = some ? tau * lse : -INF<R>, value = dual;
     if (p.marginal == regard::ROWS && p.mass != 1) {
-      dual -= tau * (R)(LN2 * ::log2(p.mass));
+      dual -= tau * (R)(LN2 * log_mass);
       value = dual * (R)p.mass;
     }
     // Kept apart for the backward pass: where all x are near the lowest number, their sum would lose log_total.
     R peak = some ? top : -INF<R>, rest = log_total;
-    if (p.marginal == regard::ROWS) rest -= (R)::log2(p.mass);
-    R prior_mass = state.count[n][lane];
-    R log_prior_mass = ::log2(prior_mass);
-    if (terms.prior) {
+    if (p.marginal == regard::ROWS) rest -= (R)log_mass;
+    R prior_mass = state.count[n][lane], log_prior_mass = p.kl ? log2_of(prior_mass) : 0;
+    if (terms.prior && (p.kl || p.free_energy)) {
       log_prior_mass = state.prior_top[n][lane] + log2_of(state.prior_sum[n][lane]);
       prior_mass = exp2_of(log_prior_mass);
       if (!keys) prior_mass = 0, log_prior_mass = -INF<R>;
@@ -409,9 +411,10 @@ template <class R, int NV, class T> void forward_as(const Problem &p) {
       cut.place(p, *rows[g], unit, first_block + g);
       state[g]->clear();
       memset(ot[g], 0, L * p.Dv * sizeof(R));
-      if (NV == 1)
+      if constexpr (NV == 1) {
         rows[g]->gather_rows(p.query, p.D, qt[g], [&](int i) { return rows[g]->factor(p, terms, i); });
-      else
+        even_odd<R, T>(qt[g], rows[g]->n, p.D);
+      } else
         rows[g]->transpose(p.query, p.D, qt[g], [&](int i) { return rows[g]->factor(p, terms, i); });
       lo = least(lo, rows[g]->lo), hi = most(hi, rows[g]->hi);
     }
@@ -430,6 +433,7 @@ template <class R, int NV, class T> void forward_as(const Problem &p) {
     }
     for (int64_t g = 0; g < blocks; ++g) {
       if (cut.splits == 1) {
+        if (NV == 1) in_order<R, T>(ot[g], rows[g]->n, p.Dv);
         finish(p, terms, *rows[g], *state[g], ot[g]);
       } else {
         char *part = parts + ((unit * cut.tasks * cut.blocks + first_block + g) * cut.splits + split) * part_bytes;
@@ -450,6 +454,7 @@ template <class R, int NV, class T> void forward_as(const Problem &p) {
       char *other = part + split * part_bytes;
       state->merge(*(StateOf *)other, ot, (R *)(other + sizeof(StateOf)), p.Dv);
     }
+    if (NV == 1) in_order<R, T>(ot, rows.n, p.Dv);
     finish(p, terms, rows, *state, ot);
   });
 }

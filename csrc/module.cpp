@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -53,7 +54,7 @@ static const Engine *engine = nullptr;
 // An OpenMP runtime does not survive a fork: its threads are gone, and waiting for them would never end.
 static std::atomic<bool> forked{false};
 
-static Problem read(nb::bytes record) {
+static Problem read(nb::bytearray record) {
   if (record.size() != sizeof(Problem)) throw std::invalid_argument("record of the wrong size");
   Problem p;
   std::memcpy(&p, record.data(), sizeof p);
@@ -68,9 +69,15 @@ static bool interrupted() {
 }
 static unsigned long main_thread = 0;
 
-static void run(bool (*kernel)(const Problem &, regard::Watch), nb::bytes record, int64_t scratch) {
+static bool poisoned = false;  // working memory is filled with NaN first
+
+// A kernel with the working memory that it asks for: the kernels themselves allocate nothing.
+static void run(int64_t (*room)(const Problem &), bool (*kernel)(const Problem &, regard::Watch), nb::bytearray record) {
   Problem p = read(record);
-  p.scratch = scratch;
+  const int64_t size = room(p);
+  const std::unique_ptr<char[]> scratch(new char[size]);
+  if (poisoned) std::memset(scratch.get(), 0xff, size);
+  p.scratch = (int64_t)scratch.get();
   const bool may_ask = PyThread_get_thread_ident() == main_thread;
   bool done;
   {
@@ -113,12 +120,10 @@ NB_MODULE(_native, m) {
       if (name == e->name) return void(engine = e);
     throw std::invalid_argument("this machine has no " + name);
   });
-  m.def("forward_scratch", [](nb::bytes record) { return engine->forward_scratch(read(record)); });
-  m.def("backward_scratch", [](nb::bytes record) { return engine->backward_scratch(read(record)); });
-  m.def("reading_scratch", [](nb::bytes record) { return engine->reading_scratch(read(record)); });
-  m.def("forward", [](nb::bytes record, int64_t scratch) { run(engine->forward, record, scratch); });
-  m.def("backward", [](nb::bytes record, int64_t scratch) { run(engine->backward, record, scratch); });
-  m.def("reading", [](nb::bytes record, int64_t scratch) { run(engine->reading, record, scratch); });
+  m.def("poison", [](bool on) { poisoned = on; });  // for tests
+  m.def("forward", [](nb::bytearray record) { run(engine->forward_scratch, engine->forward, record); });
+  m.def("backward", [](nb::bytearray record) { run(engine->backward_scratch, engine->backward, record); });
+  m.def("reading", [](nb::bytearray record) { run(engine->reading_scratch, engine->reading, record); });
   m.def("compiler", [] { return std::string(COMPILER); });
   m.def("threading", [] { return std::string(REGARD_THREADING); });  // "openmp", "std" or "none"
   m.def("fma_rate", [](int64_t threads, double seconds) {  // floating-point operations per second, for benchmarks

@@ -25,7 +25,8 @@ constexpr int PRIORS = 4;  // log-priors that one problem may multiply
   REAL(scale) REAL(softcap)                     /* softcap 0: none */                                                  \
   REAL(mass) REAL(kept_scale)                                                                                          \
   REAL(level_value) REAL(temperature_value) REAL(alpha_value) INT(centred) INT(scratch) /* centred: see links.h */       \
-  TENSOR(query) TENSOR(key) TENSOR(value) TENSOR(score_bias) TENSOR(mask)                                              \
+  TENSOR(query) TENSOR(key) TENSOR(value)       /* every call has the fields so far */                                 \
+  TENSOR(score_bias) TENSOR(mask)                                                                                      \
   TENSOR(prior0) TENSOR(prior1) TENSOR(prior2) TENSOR(prior3)                                                          \
   TENSOR(slopes) TENSOR(query_ids) TENSOR(key_ids) TENSOR(level) TENSOR(temperature) TENSOR(alpha) TENSOR(dropout_key) \
   TENSOR(squares)                               /* [B, Hkv, 1, Tk]: |v - centre|^2, for the spread */                  \
@@ -40,7 +41,7 @@ constexpr int PRIORS = 4;  // log-priors that one problem may multiply
   TENSOR(grad_out) TENSOR(grad_lse) TENSOR(grad_entropy)                                                               \
   INT(chunks)                                   /* of keys; each has its own part of what rows accumulate */           \
   INT(dq)                                       /* [chunks, B, H, Tq, D] */                                            \
-  INT(dk) INT(dv)                               /* [B, Hkv, Tk, D|Dv], zeroed */                                       \
+  INT(dk) INT(dv)                               /* [B, Hkv, Tk, D|Dv] */                                               \
   INT(row_dot)                                  /* [chunks, B, H, Tq]: <grad_out, out>; not KL: the baseline */        \
   INT(row_g) INT(row_gs) INT(row_gd)            /* the same: sums over keys of G, G (s - dual), G |distance| and, */     \
   INT(row_ps) INT(row_pd)                       /* for centring, p (s - dual) and p |distance|; G = tau dL/ds */       \

@@ -45,6 +45,11 @@ def poison(monkeypatch):
         return tensor.fill_(math.nan if tensor.is_floating_point() else 255) if not tensor.is_meta else tensor
 
     monkeypatch.setattr(torch, "empty", empty)
+    if engine is not None:
+        engine.poison(True)
+    yield
+    if engine is not None:
+        engine.poison(False)
 
 
 def with_threads(run):

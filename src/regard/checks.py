@@ -91,8 +91,7 @@ def plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
     q, k, v = query.shape, key.shape, value.shape
     return (
         len(q) == len(k) == len(v) == 4
-        and q[0] == k[0] == v[0]
-        and q[1] == k[1] == v[1]
+        and q[:2] == k[:2] == v[:2]
         and q[3] == k[3]
         and k[2] == v[2]
         and query.dtype is key.dtype is value.dtype

@@ -30,7 +30,7 @@ from .checks import (
     plain,
     row_parameter,
 )
-from .parts import Scalar, describe
+from .parts import Scalar, describe, finite, positive, probability
 from .problem import (
     ALiBi,
     Bias,
@@ -124,8 +124,11 @@ class Form:
     def with_tensors(self, tensors: dict[str, Tensor]) -> Form:
         """The same problem with other tensors in (some of) its slots."""
         fields: dict[str, Any] = self.__dict__ | tensors
-        fields["log_priors"] = [fields.pop(f"log_priors.{n}", t) for n, t in enumerate(self.log_priors)]
-        return Form(**fields)
+        if self.log_priors:
+            fields["log_priors"] = [fields.pop(f"log_priors.{n}", t) for n, t in enumerate(self.log_priors)]
+        form = Form.__new__(Form)  # all fields are there: no need to go through their defaults
+        form.__dict__ = fields
+        return form
 
     def cut(self, batch: slice, heads: slice, queries: slice, keys: slice) -> Form:
         """The block of the plan at these (query) heads, queries and keys."""
@@ -197,14 +200,14 @@ SLOTS = tuple(f.name for f in dataclasses.fields(Form) if "Tensor" in str(f.type
 
 def output_shapes(form: Form, names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     """The shape of the output and of each statistic."""
-    assert form.value is not None
-    B, H, Tq, Tk = form.shape
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(names, (B, H, Tq))
-    for name in ("out", "tilt"):
-        if name in shapes:
-            shapes[name] = (B, H, Tq, form.value.shape[3])
-    if "key_mass" in shapes:
-        shapes["key_mass"] = (B, H, Tk)
+    assert form.query is not None and form.value is not None
+    rows = tuple(form.query.shape[:3])
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(names, rows)
+    for name in names:
+        if name == "out" or name == "tilt":
+            shapes[name] = (*rows, form.value.shape[3])
+        elif name == "key_mass":
+            shapes[name] = (*rows[:2], form.value.shape[2])
     return shapes
 
 
@@ -276,13 +279,9 @@ def lower(
     Tk = key.shape[2]
     form = lower_problem(problem, lead, Tq, Tk, compute_dtype(query.dtype), query.device, is_causal)
     form.query, form.key, form.value = query, key, value
-    form.scale = (
-        number("scale", scale, "a finite number", lambda x: -math.inf < x < math.inf)
-        if scale is not None
-        else default_scale(D)
-    )
+    form.scale = default_scale(D) if scale is None else number("scale", scale, "a finite number", finite)
     if softcap is not None:
-        form.softcap = number("softcap", softcap, "a positive, finite number", lambda x: 0 < x < math.inf)
+        form.softcap = number("softcap", softcap, "a positive, finite number", positive)
     if attn_mask is not None:
         if not isinstance(attn_mask, Tensor):
             raise TypeError(f"attn_mask: expected a tensor, got {describe(attn_mask)}")
@@ -293,7 +292,7 @@ def lower(
             form.mask = mask
         else:
             form.score_bias = mask
-    form.dropout_p = number("dropout_p", dropout_p, "a probability in [0, 1]", lambda p: 0 <= p <= 1)
+    form.dropout_p = number("dropout_p", dropout_p, "a probability in [0, 1]", probability)
     if form.dropout_p > 0:
         seed = torch.randint(2**62, (1, 1, 1, 1), device=query.device)
         form.dropout_key = dropout_keys(seed, B, H)
@@ -345,10 +344,11 @@ def lower_problem(
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal: expected a bool, got {describe(is_causal)}")
     form = Form()
-    B, H = math.prod(lead[:-1]), lead[-1]
 
     def row(name: str, value: Scalar, per_head: bool = True) -> Scalar:
-        return row_parameter(name, value, B, H, Tq, dtype, device, per_head)
+        if type(value) is float:
+            return value
+        return row_parameter(name, value, math.prod(lead[:-1]), lead[-1], Tq, dtype, device, per_head)
 
     regularizer, marginal = problem.regularizer, problem.marginal
     assert regularizer is not None
@@ -377,11 +377,13 @@ def lower_problem(
         form.temperature = row("temperature", problem.temperature, per_head=False)
         check_values("temperature", form.temperature, "temperature >= 0", lambda tau: (tau >= 0) & tau.isfinite())
         form.hard = may_be_zero(form.temperature)
-    _lower_prior(form, problem.prior, lead, Tq, Tk, dtype, device, is_causal)
-    # Keys that take at most pi each (Fermi-Dirac) share by other rules than "the best takes all".
-    weighted = form.marginal != "rows" or form.mass != 1 or form.log_priors or form.slopes is not None
-    if known_hard(form) and (form.marginal == "free" or (regularizer.ceiling < math.inf and weighted)):
-        raise ValueError(f"temperature: 0 (hard routing) has no meaning for {problem!r}; expected temperature > 0")
+    if problem.prior is not None or is_causal:
+        _lower_prior(form, problem.prior, lead, Tq, Tk, dtype, device, is_causal)
+    if form.hard and known_hard(form):
+        # Keys that take at most pi each (Fermi-Dirac) share by other rules than "the best takes all".
+        weighted = form.marginal != "rows" or form.mass != 1 or form.log_priors or form.slopes is not None
+        if form.marginal == "free" or (regularizer.ceiling < math.inf and weighted):
+            raise ValueError(f"temperature: 0 (hard routing) has no meaning for {problem!r}; expected temperature > 0")
     return form
 
 
@@ -395,8 +397,6 @@ def _lower_prior(
     device: torch.device,
     is_causal: bool,
 ) -> None:
-    if prior is None and not is_causal:
-        return
     B, H = math.prod(lead[:-1]), lead[-1]
     factors = () if prior is None else prior.factors()
     if is_causal:

@@ -96,12 +96,12 @@ def attention(
 def run(form: Form, names: tuple[str, ...], backend: str = "auto", to_meet: Budget | None = None) -> dict[str, Tensor]:
     """Output and statistics of a lowered problem, by the backend named or chosen."""
     if to_meet is not None:
-        choice = _choose(form, (*names, *budget.MEASURED), backend)
-        return budget.run(choice.backend, form, names, to_meet)
-    choice = _choose(form, names, backend)
-    if choice.backend == "sdpa" and not ops.forward_mode():  # PyTorch's own autograd
+        chosen, _ = _choose(form, (*names, *budget.MEASURED), backend)
+        return budget.run(chosen, form, names, to_meet)
+    chosen, _ = _choose(form, names, backend)
+    if chosen == "sdpa" and not ops.forward_mode():  # PyTorch's own autograd
         return {"out": sdpa.attend(form)}
-    return ops.run(choice.backend, form, names)
+    return ops.run(chosen, form, names)
 
 
 def _budget(problem: Transport | None) -> Budget | None:
@@ -137,10 +137,11 @@ def select_backend(
     with torch.random.fork_rng(devices=[]):  # lowering draws dropout's seed; asking must not
         form = lower(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap, key_scale)
     measured = () if _budget(problem) is None else budget.MEASURED
-    return _choose(form, ("out", *requested(return_aux), *measured), backend)
+    return Choice(*_choose(form, ("out", *requested(return_aux), *measured), backend))
 
 
-def _choose(form: Form, names: tuple[str, ...], backend: str) -> Choice:
+def _choose(form: Form, names: tuple[str, ...], backend: str) -> tuple[str, dict[str, str]]:
+    """The backend, and why each one before it was passed over."""
     for name in names:
         reason = undefined(name, form)
         if reason is not None:
@@ -152,17 +153,17 @@ def _choose(form: Form, names: tuple[str, ...], backend: str) -> Choice:
         reason = BACKENDS[backend].unsupported(form, names)
         if reason is not None:
             raise NotImplementedError(f'backend "{backend}" cannot serve this problem: {reason}')
-        return Choice(backend)
+        return backend, {}
     reasons = {}
     reason = native.unsupported(form, names)
     if reason is None:
-        return Choice("native", reasons)
+        return "native", reasons
     reasons["native"] = reason
     reason = sdpa.unsupported(form, names) or sdpa.unwise(form)
     if reason is None:
-        return Choice("sdpa", reasons)
+        return "sdpa", reasons
     reasons["sdpa"] = reason
-    return Choice("torch", reasons)
+    return "torch", reasons
 
 
 def _unfold(result: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -151,5 +151,9 @@ def not_negative(x: float) -> bool:
     return 0 <= x < math.inf
 
 
+def probability(x: float) -> bool:
+    return 0 <= x <= 1
+
+
 def above_one(x: float) -> bool:
     return 1 < x < math.inf

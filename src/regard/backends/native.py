@@ -1,8 +1,8 @@
 """The native CPU engine: fused kernels (csrc/) behind the backend protocol. O(T) memory, statistics from the same pass.
 
 Here a Form becomes the flat record that csrc/problem.h declares: addresses, strides (0 where a dimension broadcasts)
-and numbers. Outputs and working memory are allocated here; the kernels allocate nothing. The extension is loaded on
-first use.
+and numbers. Outputs are allocated here, working memory in csrc/module.cpp; the kernels allocate nothing. The extension
+is loaded on first use.
 """
 
 from __future__ import annotations
@@ -34,23 +34,16 @@ _SMALL = 2**21  # multiply-adds that one thread does sooner than it wakes anothe
 _PRIORS = 4  # log-priors that a record holds
 _CENTRED = 1.25  # Tsallis orders below this are computed as a distance from KL, where the price is to be found
 _PRICE = ("dual", "peak", "rest")  # the plan can be made again from these
-# The record's first fields, in order.
-_NUMBERS = (
+# The record's first fields, in order: every call has them, so they are written in one go.
+_HEAD = (
     *("threads", "compute", "B", "H", "Hkv", "Tq", "Tk", "D", "Dv", "left", "right", "offset", "family"),
     *("marginal", "threshold"),
     *("scale", "softcap", "mass", "kept_scale", "level_value", "temperature_value", "alpha_value"),
+    *("centred", "scratch", "query", "key", "value"),
 )
-# The form's tensors (their name in the record is the same), and the record's tensors that never broadcast.
-_TENSORS = (
-    *("query", "key", "value", "score_bias", "mask", "slopes", "query_ids", "key_ids", "dropout_key"),
-    *("level", "temperature", "alpha"),
-)
-_FULL = frozenset(
-    (
-        *("query", "key", "value", "saved_out", "saved_dual", "saved_lse", "saved_entropy", "saved_peak", "saved_rest"),
-        *("saved_tilt", "saved_tilt_log", "saved_mass"),
-    )
-)
+# The form's other tensors (their name in the record is the same), and outputs that a backward pass may look at.
+_TENSORS = ("score_bias", "mask", "slopes", "query_ids", "key_ids", "dropout_key", "level", "temperature", "alpha")
+_SAVED = {name: f"saved_{name}" for name in ("out", "lse", "entropy", "tilt", "tilt_log", "mass", *_PRICE)}
 # A statistic's field where its name is taken.
 _FIELDS = {"value": "free_energy", "mass": "mass_sent", "value_spread": "spread"}
 
@@ -85,9 +78,11 @@ class _Layout:
             packer = struct.Struct("=" + letter)
             self.fields[name] = packer.pack_into, size
             letters, size = letters + letter, size + packer.size
-        assert tuple(self.fields)[: len(_NUMBERS)] == _NUMBERS
-        self.fields["numbers"] = struct.Struct("=" + letters[: len(_NUMBERS)]).pack_into, 0
-        self.blank = bytes(size)
+        assert tuple(self.fields)[: len(_HEAD)] == _HEAD
+        after = self.fields["score_bias"][1]
+        self.head = struct.Struct("=" + letters[: letters.index("6q")] + "6q6q6q")
+        assert self.head.size == after
+        self.blank = bytes(size - after)
 
 
 @cache
@@ -98,27 +93,23 @@ def _layout() -> _Layout:
 class _Record:
     """One call's record, field by field."""
 
-    def __init__(self) -> None:
+    def __init__(self, *head: float) -> None:
         layout = _layout()
-        self.fields, self.record = layout.fields, bytearray(layout.blank)
+        self.fields, self.record = layout.fields, bytearray(layout.head.pack(*head) + layout.blank)
 
     def put(self, name: str, *values: float) -> None:
         write, at = self.fields[name]
         write(self.record, at, *values)
 
-    def tensor(self, name: str, tensor: Tensor | None) -> None:
-        if tensor is None:
-            return
+    def tensor(self, name: str, tensor: Tensor) -> None:
+        """A tensor that broadcasts where a size is 1."""
         strides = tensor.stride()
-        if name not in _FULL and 1 in tensor.shape:
+        if 1 in tensor.shape:
             strides = [0 if size == 1 else stride for size, stride in zip(tensor.shape, strides, strict=True)]
         if len(strides) == 3:
             strides = (*strides, 0)
         write, at = self.fields[name]
         write(self.record, at, tensor.data_ptr(), _TYPES[tensor.dtype], *strides)
-
-    def bytes(self) -> bytes:
-        return bytes(self.record)
 
 
 def unsupported(form: Form, names: tuple[str, ...]) -> str | None:
@@ -144,8 +135,9 @@ def unsupported(form: Form, names: tuple[str, ...]) -> str | None:
 
 def saved(form: Form, names: tuple[str, ...]) -> tuple[str, ...]:
     """What backward wants from forward besides the caller's statistics."""
-    if form.family == "kl":
-        return _PRICE
+    if form.family == "kl":  # the dual itself is asked for by few gradients
+        rows = form.marginal == "relax" or not isinstance(form.level, float) or not isinstance(form.temperature, float)
+        return _PRICE if rows or form.slopes is not None else ("peak", "rest")
     centre = ("tilt",) if form.marginal != "free" else ()
     if "entropy" in names:
         centre += ("tilt_log",) if form.marginal != "free" else ("mass",)
@@ -159,18 +151,17 @@ def _centred(form: Form) -> bool:
 
 
 def _record(form: Form) -> _Record:
-    assert form.query is not None and form.key is not None and form.value is not None
-    record = _Record()
-    B, H, Tq, Tk = form.shape
-    D, Dv = form.query.shape[3], form.value.shape[3]
-    small = B * H * Tq * Tk * (D + Dv) < _SMALL
-    record.put(
-        "numbers",
-        1 if small else torch.get_num_threads(),
-        _TYPES[form.dtype],
+    query, key, value = form.query, form.key, form.value
+    assert query is not None and key is not None and value is not None
+    B, H, Tq, D = query.shape
+    _, Hkv, Tk, Dv = value.shape
+    element = _TYPES[query.dtype]
+    record = _Record(
+        1 if B * H * Tq * Tk * (D + Dv) < _SMALL else torch.get_num_threads(),
+        1 if element == 1 else 0,  # float64 is computed in itself, all else in float32
         B,
         H,
-        form.key.shape[1],
+        Hkv,
         Tq,
         Tk,
         D,
@@ -188,6 +179,11 @@ def _record(form: Form) -> _Record:
         form.level if isinstance(form.level, float) else 0.0,
         form.temperature if isinstance(form.temperature, float) else 0.0,
         form.alpha if isinstance(form.alpha, float) else 0.0,
+        form.family == "tsallis" and _centred(form),
+        0,  # scratch: the module gives it
+        *(query.data_ptr(), element, *query.stride()),
+        *(key.data_ptr(), element, *key.stride()),
+        *(value.data_ptr(), element, *value.stride()),
     )
     for name in _TENSORS:
         tensor = getattr(form, name)
@@ -195,17 +191,15 @@ def _record(form: Form) -> _Record:
             record.tensor(name, tensor)
     for n, prior in enumerate(form.log_priors):
         record.tensor(f"prior{n}", prior)
-    if form.family == "tsallis":
-        record.put("centred", int(_centred(form)))
     return record
 
 
 def forward(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Output and statistics."""
     module, _ = _extension()
+    assert form.query is not None
     results = _empty(form, names)
-    B, H, Tq, _ = form.shape
-    if 0 in (B, H, Tq):
+    if 0 in form.query.shape[:3]:
         return {n: t.zero_() for n, t in results.items()}
     if (
         "value_spread" in names and form.dropout_key is not None
@@ -233,9 +227,7 @@ def forward(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
         if "mass" not in names:
             results["mass"] = torch.empty(form.shape[:3], dtype=form.dtype)
             record.put("mass_sent", results["mass"].data_ptr())
-    packed = record.bytes()
-    scratch = torch.empty(module.forward_scratch(packed), dtype=torch.uint8)
-    module.forward(packed, scratch.data_ptr())
+    module.forward(record.record)
     if centre is not None:
         # sum p |v|^2 - |o|^2 from a centre that keeps the digits under a large common offset
         centre = centre.repeat_interleave(form.group, 1)
@@ -252,12 +244,12 @@ def forward(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
 def _empty(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Room for the output and statistics."""
     results: dict[str, Tensor] = {}
-    last = None
+    last, last_shape = None, None
     for name, shape in output_shapes(form, names).items():
-        if last is not None and last.shape == shape:  # empty_like has less to look at than empty
+        if last is not None and last_shape == shape:  # empty_like has less to look at than empty
             last = torch.empty_like(last)
         else:
-            last = torch.empty(shape, dtype=form.dtype)
+            last, last_shape = torch.empty(shape, dtype=form.dtype), shape
         results[name] = last
     return results
 
@@ -283,21 +275,21 @@ def backward(
         outputs = outputs | forward(form, ("lse",))
 
     kinds = {slot: _kind(form, slot, tensors[slot]) for slot in needed}
-    wanted = {field for kind in kinds.values() for field in kind.split()}
-    chunks = _chunks(form, "dense" in " ".join(wanted))
+    wanted = {field for kind in kinds.values() for field in kind}
+    chunks = _chunks(form, not wanted.isdisjoint(("dense_g", "dense_ds")))
     found: dict[str, Tensor] = {}
     parts = (chunks,) if chunks > 1 else ()
     for field in wanted:
         if field == "dq":
             found[field] = torch.empty((*parts, *tensors["query"].shape), dtype=form.dtype)
         elif field in ("dk", "dv"):
-            found[field] = torch.zeros(tensors["key" if field == "dk" else "value"].shape, dtype=form.dtype)
+            found[field] = torch.empty(tensors["key" if field == "dk" else "value"].shape, dtype=form.dtype)
         elif field.startswith("row"):
             found[field] = torch.empty((*parts, B, H, Tq), dtype=form.dtype)
         elif field.startswith("key"):
             found[field] = torch.zeros((B, H, Tk), dtype=form.dtype)
         else:  # as large as the user's own
-            shapes = [tensors[slot].shape for slot in needed if kinds[slot] == field]
+            shapes = [tensors[slot].shape for slot in needed if kinds[slot] == (field,)]
             found[field] = torch.zeros(torch.broadcast_shapes(*shapes), dtype=form.dtype)
     _sweep(form, found, outputs, grads, chunks)
     for field in wanted if parts else ():
@@ -311,31 +303,45 @@ def backward(
 
     results = {}
     for slot in needed:
-        grad = _slot_gradient(form, slot, kinds[slot], found, outputs, grads)
+        grad = _slot_gradient(form, slot, kinds[slot][0], found, outputs, grads)
         if grad.shape != tensors[slot].shape:
             grad = grad.sum_to_size(tensors[slot].shape)
         results[slot] = grad if grad.dtype == tensors[slot].dtype else grad.to(tensors[slot].dtype)
     return results
 
 
-def _kind(form: Form, slot: str, tensor: Tensor) -> str:
-    """The kernel's sums that a slot's gradient is made of."""
+# The kernel's sums that a slot's gradient is made of: with KL, and with other regularisers.
+_SUMS_KL = {
+    "query": ("dq",),
+    "key": ("dk",),
+    "value": ("dv",),
+    "slopes": ("row_gd", "row_pd", "row_g", "row_dot"),
+    "temperature": ("row_gs", "row_g", "row_ps", "row_dot"),
+    "level": ("row_dot",),
+}
+_SUMS_LINK = {
+    "query": ("dq",),
+    "key": ("dk",),
+    "value": ("dv",),
+    "slopes": ("row_gd",),
+    "temperature": ("row_gs", "row_g", "row_dot"),
+    "alpha": ("row_ga", "row_g", "row_dot"),
+    "level": ("row_g", "row_dot"),
+}
+
+
+def _kind(form: Form, slot: str, tensor: Tensor) -> tuple[str, ...]:
+    """The kernel's sums that a slot's gradient is made of; a bias's depend on how it broadcasts."""
+    fixed = (_SUMS_KL if form.family == "kl" else _SUMS_LINK).get(slot)
+    if fixed is not None:
+        return fixed
     _, _, Tq, Tk = form.shape
-    fixed = {"query": "dq", "key": "dk", "value": "dv"}
-    if form.family == "kl":
-        fixed |= {"slopes": "row_gd row_pd row_g row_dot", "temperature": "row_gs row_g row_ps row_dot"}
-        fixed |= {"level": "row_dot"}
-    else:
-        fixed |= {"slopes": "row_gd", "temperature": "row_gs row_g row_dot", "alpha": "row_ga row_g row_dot"}
-        fixed |= {"level": "row_g row_dot"}
-    if slot in fixed:
-        return fixed[slot]
     score = slot == "score_bias"
     if tensor.shape[3] == 1 and Tk > 1:
-        return "row_g" if score else "row_gp"
+        return ("row_g",) if score else ("row_gp",)
     if tensor.shape[2] == 1 and Tq > 1:
-        return "key_ds" if score else "key_g"
-    return "dense_ds" if score else "dense_g"
+        return ("key_ds",) if score else ("key_g",)
+    return ("dense_ds",) if score else ("dense_g",)
 
 
 def _chunks(form: Form, dense: bool) -> int:
@@ -356,8 +362,9 @@ def _sweep(
     module, _ = _extension()
     record = _record(form)
     record.put("chunks", chunks or _chunks(form, False))
-    for name in ("out", "lse", "entropy", "tilt", "tilt_log", "mass", *_PRICE):
-        record.tensor(f"saved_{name}", outputs.get(name))
+    for name, output in outputs.items():
+        if name in _SAVED:
+            record.tensor(_SAVED[name], output)
     for name, grad in grads.items():
         record.tensor(f"grad_{name}", grad)
     for field, tensor in fields.items():
@@ -365,9 +372,7 @@ def _sweep(
             record.tensor(field, tensor)
         else:
             record.put(field, tensor.data_ptr())
-    packed = record.bytes()
-    scratch = torch.empty(module.backward_scratch(packed), dtype=torch.uint8)
-    module.backward(packed, scratch.data_ptr())
+    module.backward(record.record)
 
 
 # --- windows on the plan ----------------------------------------------------------------------------------------------
@@ -406,13 +411,12 @@ def _read(form: Form, result: Tensor, index: Tensor | None = None, **fields: int
     price = forward(form, _PRICE)
     record = _record(form)
     for name in _PRICE:
-        record.tensor(f"saved_{name}", price[name])
-    record.tensor("index", index)
+        record.tensor(_SAVED[name], price[name])
+    if index is not None:
+        record.tensor("index", index)
     for field, value in fields.items():
         record.put(field, value)
-    packed = record.bytes()
-    scratch = torch.empty(module.reading_scratch(packed), dtype=torch.uint8)
-    module.reading(packed, scratch.data_ptr())
+    module.reading(record.record)
 
 
 # --- gradients of single slots ----------------------------------------------------------------------------------------
