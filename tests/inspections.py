@@ -101,7 +101,7 @@ def inspection(
         "heads": entries,
         "positions": {
             "edges": edges, "rows": [b - a for a, b in spans],
-            "null_entropy": [_round(null[a:b].mean()) for a, b in spans], "values": by_position,
+            "null_entropy": [[_round(null[a:b].mean()) for a, b in spans]] * len(entries), "values": by_position,
         },
         "findings": [],
     }  # fmt: skip
@@ -132,7 +132,7 @@ def tiled(record: dict[str, Any], layers: int, heads: int) -> dict[str, Any]:
         **kept,
         "provenance": {**record["provenance"], "model": f"tiled-{layers}x{heads}", "layers": layers, "heads": heads},
         "heads": [{**entries[i], "layer": layer, "head": h} for i, (layer, h) in zip(chosen, numbers, strict=True)],
-        "positions": {**positions, "values": values},
+        "positions": {**positions, "values": values, "null_entropy": [positions["null_entropy"][i] for i in chosen]},
     }
 
 

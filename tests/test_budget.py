@@ -447,3 +447,32 @@ def test_path_errors():
     with pytest.raises(ValueError, match="temperature"):
         regard.path(draw(1, 4), [1.0, -1.0])
     assert regard.path(draw(1, 3, 4), []).kl.shape == (0, 3)
+
+
+@pytest.mark.parametrize("budget", [1e-6, 1e-3, 0.3, 1.0])
+def test_weighted_priors_in_float32(budget):
+    """Plan and gradient of float32 against the definition's in float64, one-key rows and rows out of reach included."""
+    torch.manual_seed(0)
+    q, k, v, weight = (torch.randn(2, 4, 12, 8) for _ in range(4))
+    slopes = torch.tensor([0.5, 1.0, 2.0, 4.0])
+    found = {}
+    for name, dtype, backend in (("found", torch.float32, "auto"), ("truth", torch.float64, "torch")):
+        leaves = [t.to(dtype).requires_grad_() for t in (q, k, v)]
+        problem = Transport(prior=Causal() * ALiBi(slopes.to(dtype)), temperature=MatchKL(budget))
+        out, aux = regard.attention(*leaves, problem=problem, return_aux=AuxRequest(kl=True), backend=backend)
+        found[name] = (aux.kl, *torch.autograd.grad((out * weight.to(dtype)).sum(), leaves))
+    for n, (got, expected) in enumerate(zip(*found.values(), strict=True)):
+        bound = 1e-4 if n == 0 else 1e-4 * expected.abs().max()
+        assert (got - expected).abs().max() < bound, (n, (got - expected).abs().max(), bound)
+
+
+def test_a_common_offset_does_not_matter():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 8, 8, dtype=torch.float64) for _ in range(3))
+    problem = Transport(prior=Bias(torch.randn(8, 8, dtype=torch.float64)), temperature=MatchKL(0.8))
+    offset = torch.full((8, 8), 1e3, dtype=torch.float64)
+    kl = [
+        regard.attention(q, k, v, m, scale=1e-4, problem=problem, return_aux=AuxRequest(kl=True))[1].kl
+        for m in (None, offset)
+    ]
+    assert torch.allclose(*kl, atol=1e-4)

@@ -148,6 +148,7 @@ def test_inspect_a_folder(run, checkpoint, tmp_path):
         assert run(*arguments, "--fail-on", name).exit_code == status, name
     both = run(*arguments, "--compare", str(numbers), "--out", str(page))
     assert both.exit_code == 0 and page.read_text().count('"regard-inspection"') == 2
+    assert "against" in both.output and "largest difference +0" in both.output
     # saved numbers are those of a resumed run
     state = str(tmp_path / "run.safetensors")
     for _ in range(2):
@@ -159,9 +160,17 @@ def test_inspect_says_what_is_wrong(run, checkpoint, tmp_path):
     folder, tokens = checkpoint
     words = tmp_path / "words.txt"
     words.write_text("three words here")
+    high = tmp_path / "high.txt"
+    high.write_text("1 2 64")
     for arguments, message in (
         (("nowhere/at-all.gguf", "--tokens", tokens), "at-all.gguf"),
         ((str(words),), "words.txt"),
+        (("[/x]",), "[/x]"),
+        (("~nosuchuser/x",), "nosuchuser"),
+        (("x" * 5000,), "cannot be"),
+        ((folder, "--tokens", tokens, "--out", str(tmp_path)), "a folder"),
+        ((folder, "--tokens", str(high)), "expected 0 to 63"),
+        ((folder, "--tokens", tokens, "--compare", "nosuch.json"), "nosuch.json"),
         ((folder,), "no tokenizer"),
         ((folder, "--tokens", str(words)), "expected integers"),
         ((folder, "--tokens", str(tmp_path / "none")), "cannot be read"),

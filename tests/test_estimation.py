@@ -323,14 +323,43 @@ def test_estimate_at_the_edges(backend):
 def test_what_is_differentiable():
     tensors = [t.requires_grad_() for t in (normal(1, 2, 3, 4), normal(1, 2, 5, 4, seed=1), normal(1, 2, 5, 2, seed=2))]
     found = regard.estimate(*tensors, is_causal=True)
-    out, aux = regard.attention(*tensors, is_causal=True, return_aux=AuxRequest(lse=True))
-    assert not found.variance.requires_grad and not found.precision_scale.requires_grad
-    got = torch.autograd.grad(found.value.sin().sum(), tensors, retain_graph=True)
-    assert all(map(torch.allclose, got, torch.autograd.grad(out.sin().sum(), tensors, retain_graph=True)))
-    got = torch.autograd.grad(found.log_precision[..., 1:].sum(), tensors[:2], retain_graph=True)
-    assert all(map(torch.allclose, got, torch.autograd.grad(aux.lse[..., 1:].sum(), tensors[:2])))
-    got = torch.autograd.grad(found.log_precision.nan_to_num().sum(), tensors[:2])  # a row of one key: NaN stays in it
-    assert all(g.isfinite().all() for g in got)
+    out = regard.attention(*tensors, is_causal=True)
+    for field in (found.variance, found.log_precision, found.precision_scale):
+        assert not field.requires_grad
+    got = torch.autograd.grad(found.value.sin().sum(), tensors)
+    assert all(map(torch.allclose, got, torch.autograd.grad(out.sin().sum(), tensors)))
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("junk", [1e4, 1e25, math.inf, math.nan])
+def test_what_masked_keys_hold_does_not_matter(backend, junk):
+    if backend == "native" and regard.select_backend(*(torch.ones(1, 1, 1, 1),) * 3).backend != "native":
+        pytest.skip("no native engine")
+    q, k, v = (normal(1, 2, 64, 16, seed=n).float() for n in range(3))
+    keep = torch.arange(64) < 60
+    clean = regard.estimate(q, k, v, attn_mask=keep, backend=backend).variance
+    spoilt = v.clone()
+    spoilt[:, :, 60:] = junk
+    assert torch.allclose(regard.estimate(q, k, spoilt, attn_mask=keep, backend=backend).variance, clean, rtol=1e-4)
+
+
+def test_the_future_does_not_reach_a_variance():
+    q, k, v = (normal(1, 2, 64, 16, seed=n).float() for n in range(3))
+    later = v.clone()
+    later[:, :, 50:] += 1e4
+    for backend in ("auto", "torch"):
+        clean, moved = (regard.estimate(q, k, x, is_causal=True, backend=backend).variance for x in (v, later))
+        assert torch.allclose(moved[..., 1:50], clean[..., 1:50], rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_masks_lowest_number_is_not_admissible(dtype):
+    scores = normal(200, 6).to(dtype)
+    chosen = (scores[:, :4] / 2).softmax(-1).multinomial(1, generator=torch.Generator().manual_seed(0)).squeeze(-1)
+    forbidden, lowest = scores.clone(), scores.clone()
+    forbidden[:, 4:], lowest[:, 4:] = -math.inf, torch.finfo(dtype).min
+    fits = [regard.calibrate(x, chosen) for x in (forbidden, lowest)]
+    assert float(fits[0].temperature) == pytest.approx(float(fits[1].temperature)) and fits[1].converged
 
 
 def test_estimate_compiles():

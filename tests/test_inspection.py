@@ -10,10 +10,12 @@ import pickle
 import pytest
 import torch
 import transformers as hf
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import regard
 from checkpoints import smollm2, stories260k
 from regard import AuxRequest, Inspection, Transport, Tsallis
+from regard.form import lower
 from regard.inspection.result import bin_starts, position_bins
 from regard.statistics import NAMES
 from test_hf import build, inputs_of, padded
@@ -126,8 +128,10 @@ def test_every_statistic_is_the_mean_of_what_attention_returns(monkeypatch):
         _, aux = regard.attention(**call, return_aux=AuxRequest.all(), backend="torch")
         valid = real & (aux.max_scores > -math.inf)
         for name in inspection.statistics:
-            value = getattr(aux, name).double()
-            mean = torch.where(valid, value, 0.0).sum((0, 2)) / valid.sum((0, 2))
+            value, counted = getattr(aux, name).double(), valid
+            if name == "first_key_mass":  # of the queries that may read that key
+                counted = valid & lower(**call).admissible(20, 20, torch.device("cpu"))[..., 0]
+            mean = torch.where(counted, value, 0.0).sum((0, 2)) / counted.sum((0, 2))
             assert torch.allclose(inspection.mean(name)[n], mean, rtol=1e-4, atol=1e-4), name
             highest = torch.where(valid, value, -math.inf).amax((0, 2))
             assert torch.allclose(inspection.maximum(name)[n], highest, rtol=1e-4, atol=1e-4), name
@@ -367,7 +371,7 @@ def test_results():
     positions = page["positions"]
     assert len(positions["edges"]) == len(positions["rows"]) + 1 == len(positions["values"]["entropy"][7]) + 1
     assert positions["rows"][:16] == [2] * 16 and sum(positions["rows"]) == 40
-    assert positions["null_entropy"][:3] == pytest.approx([0, math.log(2), math.log(3)], rel=1e-4)
+    assert positions["null_entropy"][7][:3] == pytest.approx([0, math.log(2), math.log(3)], rel=1e-4)
     assert page["provenance"]["tokens"] == 40 and page["provenance"]["longest"] == 20
     assert "<title>" in inspection.to_html() and inspection.findings()
     assert "2 attention layers, 40 queries each" in inspection.summary()
@@ -422,7 +426,8 @@ def test_views_are_windows_on_the_plan(stories):
     assert torch.allclose(torch.tensor(top["weights"]), weights, rtol=1e-2, atol=1e-4)
     clear = weights[..., 0] > 1.01 * weights[..., 1]
     assert torch.equal(torch.tensor(top["keys"])[..., 0][clear], keys[..., 0][clear])
-    chosen = attentions[:, [q for q in top["queries"] if q in set(_sampled(top["queries"]))]].double()
+    chosen = attentions[:, top["queries"][:: -math.ceil(len(top["queries"]) / 8)]].double()
+    assert paths["rows"] == chosen.shape[1] == 8
     at_one = paths["temperature"].index(1.0)
     entropy = -torch.xlogy(chosen, chosen).sum(-1).mean(-1)
     assert torch.allclose(torch.tensor(paths["entropy"])[:, at_one].double(), entropy, rtol=1e-3, atol=1e-4)
@@ -430,8 +435,33 @@ def test_views_are_windows_on_the_plan(stories):
     assert all(a >= b - 1e-4 for row in paths["expected_score"] for a, b in itertools.pairwise(row))
 
 
-def _sampled(queries):
-    return queries[:: math.ceil(len(queries) / 8)]
+def test_views_only_where_all_layers_read_one_sequence():
+    for kind in ("t5", "whisper"):
+        model = build(kind)
+        found = regard.inspect(model, inputs_of(kind), patterns=True, views=True)
+        assert found.views == {} and found.to_html()
+    stories = build("llama")
+    assert regard.inspect(stories, tokens(64, 2, 20), views=True).views
+    padding = {"input_ids": tokens(64, 2, 20), "attention_mask": padded("left", 2, 20)}
+    assert regard.inspect(stories, padding, views=True).views == {}
+
+
+def test_first_key_mass_is_of_queries_that_see_the_key():
+    """A window hides the first key from most queries: they do not count."""
+    model = build("mistral")
+    window = model.config.sliding_window
+    found = regard.inspect(model, tokens(64, 1, 100), statistics=["first_key_mass", "entropy"])
+    for layer in found.layers:
+        seen = layer.counts[:, layer.channels.index("first_key_mass")].sum(0)
+        assert seen.tolist() == [window] * layer.heads and layer.rows.sum(0).tolist() == [100] * layer.heads
+
+
+def test_another_attention_is_refused():
+    model = build("llama")
+    ALL_ATTENTION_FUNCTIONS.register("elsewhere", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    model.config._attn_implementation_internal = "elsewhere"
+    with pytest.raises(ValueError, match="elsewhere"):
+        regard.inspect(model, tokens(64, 1, 8))
 
 
 def test_a_killed_run_resumes_to_the_same_numbers(tmp_path):

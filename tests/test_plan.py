@@ -231,3 +231,13 @@ def test_a_link_may_return_its_argument():
     plan = regard.solve(scores, Transport(squared))
     torch.testing.assert_close(plan.weights, scores - scores.mean() + 1 / 3)
     assert torch.autograd.gradcheck(lambda s: regard.solve(s, Transport(squared)).weights, scores)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [(([1.0], KL()), "problem"), ((1.0,), "temperatures"), (("warm",), "temperatures"), (([[1.0]],), "temperatures")],
+)
+def test_path_names_what_is_wrong(arguments, name):
+    with pytest.raises((TypeError, ValueError), match=name):
+        regard.path(scores(4), *arguments)
+    assert regard.path(scores(4), torch.tensor([1, 2])).entropy.shape == (2,)

@@ -228,6 +228,16 @@ def _as_kl(statistic: str, target: Tensor, count: Tensor) -> Tensor:
 def run(backend: str, form: Form, names: tuple[str, ...], budget: Budget) -> dict[str, Tensor]:
     """Output and statistics by a backend, at the temperatures that meet the budget."""
     form, hard = match(backend, form, budget)
+    weighted = bool(form.log_priors) or form.slopes is not None
+    if weighted and backend == "native" and form.dtype != torch.float64:
+        # Cold rows add log pi to a large s/tau: float32 has no digits left for it.
+        assert isinstance(form.temperature, Tensor)
+        wide = dataclasses.replace(_doubled(form), temperature=form.temperature.double())
+        return {name: result.to(form.dtype) for name, result in _run(backend, wide, hard, names).items()}
+    return _run(backend, form, hard, names)
+
+
+def _run(backend: str, form: Form, hard: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
     results = ops.run(backend, form, names)
     recording = torch.is_grad_enabled() and any(result.requires_grad for result in results.values())
     if not recording and not torch._C._are_functorch_transforms_active():
@@ -313,29 +323,37 @@ def _temperatures(backend: str, statistic: str, budget: Tensor, form: Form) -> t
     if 0 in (B, H, Tq):
         nothing = form.query.new_ones((B, H, Tq, 1), dtype=form.dtype)
         return nothing, nothing.long()
+    # log pi is added to s/tau: in float32 a cold row under a weighted prior has no digits left for it.
+    weighted = bool(form.log_priors) or form.slopes is not None
     forms = {False: form}
 
+    def doubled() -> Form:
+        if True not in forms:
+            forms[True] = form if form.dtype == torch.float64 else _doubled(form)
+        return forms[True]
+
     def measure(temperature: Tensor, rows: slice, exact: bool) -> tuple[Tensor, Tensor]:
-        if exact not in forms:
-            forms[exact] = form if form.dtype == torch.float64 else _doubled(form)
-        whole = forms[exact]
+        whole = doubled() if exact or weighted else form
         part = dataclasses.replace(_rows_of(whole, rows), temperature=temperature[..., None].to(whole.dtype))
         found = solver.forward(part, MEASURED)
         return found["kl"], found["score_variance"]
 
     def hardest(rows: slice) -> Tensor:
         cold = _cold(torch.empty(B, H, rows.stop - rows.start, dtype=torch.float64, device=budget.device))
-        if form.log_priors or form.slopes is not None:
-            # The engine adds log pi to s/tau: as cold as lets its digits count.
-            best = solver.forward(_rows_of(form, rows), ("max_scores",))["max_scores"].double()
-            cold = torch.where(best.isfinite(), 1e-6 * best.abs(), 1.0).clamp(min=1e-100)
+        if weighted:
+            # A common offset of the scores costs digits: as cold as the row's own scale asks, and as it allows.
+            found = solver.forward(_rows_of(doubled(), rows), ("max_scores", "score_variance"))
+            best, own = found["max_scores"].abs(), found["score_variance"].sqrt()
+            cold = torch.maximum(1e-10 * best, torch.minimum(1e-6 * own, 1e-6 * best))
+            cold = torch.where(best.isfinite(), cold, 1.0).clamp(min=1e-100)
         return measure(cold, rows, True)[0]
 
     with torch.no_grad():
-        count = torch.ones((), device=budget.device)
-        if statistic == "entropy":
+        count = torch.full((), 2, device=budget.device)
+        if statistic == "entropy" or weighted:
             count = solver.forward(_without_scores(form), ("support",))["support"]
         wanted = _as_kl(statistic, budget.double(), count).expand(B, H, Tq).clone()
+        wanted = torch.where(count < 2, 0.0, wanted) if weighted else wanted  # one key: there is nothing to meet
         x, state = _search(measure, hardest, wanted, form.dtype)
         return _finish(x, state, wanted, form.dtype), state[..., None].clone()
 
@@ -345,6 +363,13 @@ def _gradients(
 ) -> dict[str, Tensor]:
     """From dL/dtau those of the form's slots and of the budget: dtau = (tau/Var) (d KL - dc)."""
     solver = ops.BACKENDS[backend]
+    weighted = bool(form.log_priors) or form.slopes is not None
+    if weighted and backend == "native" and form.dtype != torch.float64:  # as the search, for the same reason
+        assert isinstance(form.temperature, Tensor)
+        tensors = form.tensors() | {"budget": budget}
+        wide = dataclasses.replace(_doubled(form), temperature=form.temperature.double())
+        found = _gradients(backend, statistic, needed, wide, grad.double(), state, budget)
+        return {slot: gradient.to(tensors[slot].dtype) for slot, gradient in found.items()}
     names = ("entropy", "score_variance")
     outputs = solver.forward(form, (*names, *solver.saved(form, names)))
     variance = outputs["score_variance"][..., None]

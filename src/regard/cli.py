@@ -135,25 +135,28 @@ def inspect(
     try:
         failing = judge(fail_on or [])
         for path in (out, as_json, run):
+            if path is not None and path.is_dir():
+                raise Refused(f"{path}: expected a file, got a folder")
             if path is not None and not path.resolve().parent.is_dir():
                 raise Refused(f"{path}: there is no folder {path.resolve().parent}")
-        record = examine(model, run=run, say=errors.print, **asked)
-        other = None
-        if compare is not None:
-            there = Path(compare)
-            saved = there.suffix == ".json" and there.is_file()
-            other = read_record(there) if saved else examine(compare, run=None, say=errors.print, **asked)
+        say = lambda text: errors.print(Text(text))  # noqa: E731
+        other = read_record(Path(compare)) if compare is not None and compare.endswith(".json") else None
+        record = examine(model, run=run, say=say, **asked)
+        if compare is not None and other is None:
+            other = examine(compare, run=None, say=say, **asked)
     except Refused as refusal:
         errors.print(Text.assemble(("error: ", "bold red"), str(refusal)))
         raise typer.Exit(2) from None
     _show_record(record, console)
+    if other is not None:
+        _show_comparison(record, other, console)
     if as_json is not None:
-        as_json.write_text(json.dumps(record, allow_nan=False) + "\n")
+        as_json.write_text(json.dumps(record, allow_nan=False) + "\n", encoding="utf-8")
         console.print(Text(f"numbers: {as_json}"), soft_wrap=True)
     if out is not None:
         from .inspection.report import to_html
 
-        out.write_text(to_html(record, other))
+        out.write_text(to_html(record, other), encoding="utf-8")
         console.print(Text(f"report: {out}"), soft_wrap=True)
     raise typer.Exit(1 if any(failing(found) for found in record["findings"]) else 0)
 
@@ -191,6 +194,32 @@ def _show_record(record: dict[str, Any], console: Console) -> None:
     console.print(
         Text("layer.head: the clearest one, and its value. The report has all, with sources and remedies.", "dim")
     )
+    console.print()
+
+
+def _show_comparison(record: dict[str, Any], other: dict[str, Any], console: Console) -> None:
+    """The other side's verdict, and the heads that differ most."""
+    from .inspection.findings import Finding, find, verdict
+    from .inspection.report import incomparable
+
+    findings = [Finding(**found) for found in other.get("findings", [])] or find(other)
+    console.print(Text.assemble("against ", (str(other.get("provenance", {}).get("model")), "bold")))
+    console.print(Text(verdict(other, findings)))
+    obstacle = incomparable(record, other)
+    if obstacle is not None:
+        console.print(Text(obstacle))
+    else:
+        there = {(head["layer"], head["head"]): head["mean"] for head in other["heads"]}
+        for name in ("normalized_entropy", "first_key_mass"):
+            moves = [
+                (head["mean"][name] - before, head)
+                for head in record["heads"]
+                if head["mean"].get(name) is not None
+                and (before := there[head["layer"], head["head"]].get(name)) is not None
+            ]
+            if moves:
+                move, head = max(moves, key=lambda pair: abs(pair[0]))
+                console.print(Text(f"{name}: largest difference {move:+.3g}, in {head['layer']}.{head['head']}"))
     console.print()
 
 

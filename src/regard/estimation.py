@@ -81,7 +81,7 @@ def estimate(
 
         beta = n Dv / sum_i theta_i |v_i - value|^2,    variance = 1/(beta sum_i theta_i) = value_spread / (n Dv).
 
-    `value` is differentiable, and `log_precision` through lse alone, beta held fixed; the other fields are not.
+    `value` is differentiable, the other fields are not (nor is the width of an interval).
     A spread below the rounding of |v_i|^2 (one key has nearly all weight) is not resolved.
     """
     problem = _transport(problem)
@@ -109,9 +109,7 @@ def estimate(
     enough = keys >= 2
     spread = torch.where(enough, aux.value_spread.detach().clamp(min=0), math.nan)
     variance = spread / (keys * value.shape[-1])
-    # lse + log beta, where lse cancels: it is added as a zero, for its derivative.
-    log_precision = torch.where(enough, aux.lse - lse, 0.0) - variance.log()
-    return Estimate(out, variance, log_precision, (-lse - variance.log()).exp(), keys)
+    return Estimate(out, variance, -variance.log(), (-lse - variance.log()).exp(), keys)
 
 
 _SERIES = 1000  # degrees of freedom up to which the distribution is summed in full
@@ -342,8 +340,9 @@ def calibrate(
 ) -> Calibration:
     """Fit inverse temperatures to observed choices by maximum likelihood: p_j ~ exp(beta s_j), beta >= 0.
 
-    scores [..., Tk], where -inf is not admissible; targets are chosen keys, integers [...], or distributions over keys
-    [..., Tk]. A row is left out where its target is negative, or a distribution of zeros.
+    scores [..., Tk], where -inf is not admissible (nor what masks hold: less than half the dtype's lowest number);
+    targets are chosen keys, integers [...], or distributions over keys [..., Tk]. A row is left out where its target is
+    negative, or a distribution of zeros.
 
         per="global"   one beta
         per="head"     one for each head of scores [..., H, Tq, Tk] (the third dimension from the end)
@@ -402,9 +401,9 @@ def _observations(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tens
         if bool((t >= Tk).any()):
             raise ValueError(f"targets: expected keys below Tk={Tk} (negative: left out), got {int(t.max())}")
         t = torch.zeros_like(s).scatter(-1, t.clamp(min=0).long()[..., None], (t >= 0).double()[..., None])
-    admissible = s != -math.inf
+    admissible = s > torch.finfo(scores.dtype).min / 2  # what masks hold
     if bool(((t > 0) & ~admissible).any()):
-        raise ValueError("targets: expected admissible keys, got one whose score is -inf")
+        raise ValueError("targets: expected admissible keys, got one whose score is -inf (or a mask's lowest number)")
     return torch.where(admissible, s, 0.0), admissible, t
 
 

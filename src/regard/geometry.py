@@ -118,7 +118,13 @@ def fisher(weights: Tensor, temperature: Scalar = 1.0) -> Tensor:
     check_scalar("temperature", temperature, "a positive, finite number", positive)
     check_values("temperature", temperature, "temperature > 0", lambda tau: (tau > 0) & tau.isfinite())
     if isinstance(temperature, Tensor) and temperature.dim():
-        temperature = temperature[..., None]
+        try:
+            temperature = temperature.expand(*weights.shape[:-1], 1)[..., None]
+        except RuntimeError:
+            raise ValueError(
+                f"temperature: expected a shape that broadcasts to {[*weights.shape[:-1], 1]}, "
+                f"got {list(temperature.shape)}"
+            ) from None
     off = -weights[..., :, None] * weights[..., None, :]
     matrix = torch.diagonal_scatter(off, weights * (1 - weights), 0, -2, -1)
     return (matrix / temperature**2).to(weights.dtype)
@@ -299,6 +305,7 @@ def natural_attention(
     scale: float | None = None,
     is_causal: bool = False,
     problem: Transport | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor:
     """`attention` whose backward pass hands the scores the damped natural gradient (M + damping)^-1 dL/ds of each row.
 
@@ -311,7 +318,7 @@ def natural_attention(
     Tensors of the problem may not require a gradient here, and there is no second derivative.
     """
     damping = number("damping", damping, "a positive, finite number", positive)
-    form = lower(query, key, value, None, 0.0, is_causal, scale, False, problem)
+    form = lower(query, key, value, None, 0.0, is_causal, scale, enable_gqa, problem)
     _refuse(problem, form)
     for slot, tensor in form.tensors().items():
         if tensor.requires_grad and slot not in ("query", "key", "value"):

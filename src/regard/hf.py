@@ -76,7 +76,12 @@ def register(name: str = "regard", problem: Transport | None = None) -> str:
 
 def problem_of(name: str | None) -> Transport | None:
     """The problem behind an implementation's name; every stock implementation is softmax."""
-    return _problems.get(name) if name is not None else None
+    if name is None or name in _problems:
+        return None if name is None else _problems[name]
+    stock = ("eager", "sdpa", "flex_attention", "flash_attention", "paged|", "regard-watch-")  # the last: softmax, too
+    if not str(name).startswith(stock):
+        raise ValueError(f"model: its attention implementation {name!r} is not one that regard knows")
+    return None
 
 
 def install(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
@@ -454,12 +459,16 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bo
     options: dict[str, Any] = {}
     if name == EMBEDDED:
         where = str(_embedded())
-    path = Path(where).expanduser()
-    if path.is_file():
+    try:
+        path = Path(where).expanduser()
+        is_file, is_folder = path.is_file(), path.is_dir()
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"model: {name!r} cannot be looked up: {_first_line(error)}") from None
+    if is_file:
         if path.suffix != ".gguf":
             raise ValueError(f"model: expected a folder, a .gguf file or a model's name, got the file {str(path)!r}")
         where, options = str(path.parent), {"gguf_file": path.name}
-    elif path.is_dir():
+    elif is_folder:
         where = str(path)
     elif path.suffix == ".gguf" or where.startswith((".", "/", "~")):
         raise ValueError(f"model: nothing is at {str(path)!r}")
@@ -467,12 +476,20 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bo
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options).eval()
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        # A stock attention whatever the checkpoint's configuration asks for: that could be code from elsewhere.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            where, dtype=dtype, attn_implementation="eager", output_loading_info=True, **options
+        )
+        model, info = loaded
+    except Exception as error:  # transformers, its readers and its hub raise nearly anything
         raise ValueError(f"model: {name!r} cannot be loaded: {_first_line(error)}") from error
     finally:
         if bars:
             logging.enable_progress_bar()
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ValueError(f"model: {name!r} has no weights for {len(missing)} parameters, such as {missing[0]}")
+    model.eval()
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
     except Exception:  # whatever a missing tokenizer looks like in this version

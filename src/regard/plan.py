@@ -208,9 +208,15 @@ def path(scores: Tensor, temperatures: Tensor | Sequence[float], problem: Transp
     """The plans of scores [..., Tk] or [..., H, Tq, Tk] at each of n temperatures (0 is hard routing, where the problem
     has it), which replace the problem's own. Differentiable in the scores; stores one plan at a time."""
     problem = Transport() if problem is None else problem
-    given = temperatures if isinstance(temperatures, Tensor) else torch.tensor(list(temperatures), dtype=torch.float64)
-    if given.dim() != 1 or not given.is_floating_point():
+    if not isinstance(problem, Transport):
+        raise TypeError(f"problem: expected a Transport, got {describe(problem)}")
+    try:
+        given = torch.as_tensor(temperatures, dtype=None if isinstance(temperatures, Tensor) else torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"temperatures: expected n numbers, [n], got {describe(temperatures)}") from None
+    if given.dim() != 1 or given.dtype == torch.bool or given.is_complex():
         raise ValueError(f"temperatures: expected n numbers, [n], got {describe(temperatures)}")
+    given = given if given.is_floating_point() else given.double()
     if not isinstance(scores, Tensor):
         raise TypeError(f"scores: expected a floating-point tensor, got {describe(scores)}")
     names = {f.name: f.name for f in fields(Path) if f.name != "temperature"}

@@ -41,10 +41,13 @@ def examine(
         model, tokenizer = hf.load(name, trust_remote_code=trust_remote_code)
         ids = _read(text, tokens, tokenizer, name)
         limit_of_model = getattr(model.config, "max_position_embeddings", None) or length
+        words = model.get_input_embeddings().num_embeddings
+        if bool(((ids < 0) | (ids >= words)).any()):
+            raise Refused(f"token ids: expected 0 to {words - 1}, got {int(ids.min())} to {int(ids.max())}")
         batches = _cut(ids if limit is None else ids[:limit], min(length, limit_of_model))
         say(f"reading {sum(len(batch) for batch in batches):,} tokens")
         inspection = inspect(model, batches, patterns=True, views=True, tokenizer=tokenizer, run=run)
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, NotImplementedError, OSError) as error:
         raise Refused(str(error)) from None
     source = tokens or text
     inspection.about |= {
@@ -90,7 +93,9 @@ def read_record(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(_content(path))
         check_format(record, str(path))
-    except (ValueError, TypeError) as error:
+        for head in record["heads"]:
+            _ = head["layer"], head["head"], head["mean"], head["max"]
+    except (ValueError, TypeError, KeyError) as error:
         raise Refused(f"{path} is not what regard inspect --json writes: {error}") from None
     return record
 

@@ -365,9 +365,10 @@ def _pointless(rule: str, record: dict[str, Any], limits: Thresholds) -> str | N
     if rule != "over-peaked":
         return None
     positions = record.get("positions") or {}
-    pairs = [(n, h) for n, h in zip(positions.get("rows", []), positions.get("null_entropy", []), strict=False) if h]
-    rows = sum(positions.get("rows", []))
-    null = sum(n * h for n, h in pairs) / rows if rows else math.inf
+    weights, curves = positions.get("rows", []), positions.get("null_entropy", [])
+    nulls = [sum(n * (h or 0) for n, h in zip(weights, curve, strict=False)) for curve in curves]
+    rows = sum(weights)
+    null = max(nulls) / rows if rows and nulls else math.inf  # the head with most keys
     if null >= limits.over_peaked:
         return None
     return f"not checked: with so few keys even a uniform plan has only {_show(null)} nats in the mean"

@@ -416,7 +416,7 @@
     const marks = [0, 1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144].filter((v) => v <= middle.at(-1));
     const series = [{ name: comparing ? names[0] : "this head", style: "first", values: positions.values[name][state.selected] }];
     if (comparing && sameBins()) series.push({ name: names[1], style: "second", values: other.positions.values[name]?.[twinIndex[state.selected]] ?? [] });
-    if (name === "entropy") series.push({ name: "null: all keys alike", style: "null", dashed: true, values: positions.null_entropy });
+    if (name === "entropy") series.push({ name: "null: all keys alike", style: "null", dashed: true, values: positions.null_entropy[state.selected] });
     drawLines($("position"), {
       x, series, start: bins.length - 1, at: (i) => `position ${span(i)}`, xTitle: "position of the query (log scale)", yTitle: withUnit(name),
       marks: marks.filter((_, k) => marks.length < 7 || k % 2 === 0).map((v) => [along(v), String(v)]),

@@ -86,7 +86,8 @@ def inspect(
                     recorder.views = Views() if views and seen == 1 else None
                     recorder.forward(batch)
                     if recorder.views is not None:
-                        result.views = recorder.views.finish(_texts(batch, tokenizer))
+                        names = [layer.name for layer in result.layers]
+                        result.views = recorder.views.finish(names, _texts(batch, tokenizer))
                     _count(result.about, batch)
                     result.batches, result.digest = seen, digest.hexdigest()
                     if run is not None and time.monotonic() - saved > SAVE_EVERY:
@@ -259,7 +260,10 @@ class _Recorder:
         if any(str(name).startswith("regard-watch-") for _, name in before):
             raise RuntimeError("model: expected one that is not watched already")
         ours: dict[str | None, str] = {}
-        hook = self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        hooks = (
+            self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            self.model.register_forward_hook(self._after_forward, always_call=True),
+        )
         try:
             for name, problem in self.problems.items():
                 ours[name] = f"regard-watch-{next(_watchers)}"
@@ -272,7 +276,8 @@ class _Recorder:
                 config._attn_implementation_internal = name
             for name in ours.values():
                 self.hf.remove(name)
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
             self.arguments = {}
 
     def forward(self, batch: dict[str, Any]) -> None:
@@ -294,6 +299,9 @@ class _Recorder:
     def _before_forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         bound = dict(zip(self.forward_parameters, args, strict=False))
         self.arguments = bound | kwargs
+
+    def _after_forward(self, *_: Any) -> None:
+        self.arguments = {}
 
     def _attention_function(self, problem: Transport | None) -> Callable[..., tuple[Tensor, None]]:
         @torch.compiler.disable
@@ -338,9 +346,14 @@ class _Recorder:
             }
             plan = {name: call[name] for name in _PLAN}
             if self.inspection.patterns:
-                values |= self._patterns(plan, B, H, Tq, Tk)
-            if self.views is not None:
-                self.views.add(call, plan)
+                values |= self._patterns(plan, B, H, Tq, Tk, first)
+            if self.views is not None and real is not None:
+                self.views.refuse()
+            elif self.views is not None:
+                self.views.add(self.names.get(id(module), type(module).__name__), call, plan)
+            if "first_key_mass" in statistics:
+                seen = self._sees_first(call, first, positions, Tk)
+                values["first_key_mass"] = torch.where(seen, values["first_key_mass"], torch.nan)
             valid = aux.max_scores > -torch.inf
             if real is not None:
                 valid = valid & real[:, None]
@@ -357,18 +370,23 @@ class _Recorder:
                 layer.add_keys(mass, by_key, position_bins(key_positions))
         return out
 
-    def _patterns(self, plan: dict[str, Any], B: int, H: int, Tq: int, Tk: int) -> dict[str, Tensor]:
+    def _patterns(
+        self, plan: dict[str, Any], B: int, H: int, Tq: int, Tk: int, first: Tensor | None
+    ) -> dict[str, Tensor]:
         """Weights [B, H, Tq] on chosen keys, exactly; NaN where a query has no such key."""
         query = plan["query"]
         none = torch.full((B, H, Tq), torch.nan, dtype=torch.float32, device=query.device)
-        if Tq != Tk:  # a cache, or the keys of another sequence
+        two = bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
+        if Tq != Tk or two:  # a cache, or perhaps the keys of another sequence
             return dict.fromkeys(PATTERNS, none)
         own = torch.arange(Tq, device=query.device)
+        begins = own[None] == (torch.zeros_like(own)[None] if first is None else first.to(own.device))  # [B|1, Tq]
         near = weights_at(index=torch.stack([own, (own - 1).clamp(min=0)], -1), **plan).float()
-        previous = torch.where(own > 0, near[..., 1], torch.nan)
-        return {"self_token": near[..., 0], "previous_token": previous, "induction": self._induction(plan, none)}
+        previous = torch.where(begins[:, None], torch.nan, near[..., 1])
+        induction = self._induction(plan, none, begins)
+        return {"self_token": near[..., 0], "previous_token": previous, "induction": induction}
 
-    def _induction(self, plan: dict[str, Any], none: Tensor) -> Tensor:
+    def _induction(self, plan: dict[str, Any], none: Tensor, begins: Tensor) -> Tensor:
         """Mass on the keys that follow an earlier copy of the query's token: by token, a packing of its own."""
         ids = self.arguments.get("input_ids")
         problem = plan["problem"] or Transport()
@@ -381,7 +399,7 @@ class _Recorder:
         ):
             return none
         ids = ids.to(none.device)
-        before = torch.cat([torch.full_like(ids[:, :1], -1), ids[:, :-1]], 1)  # the token before each key
+        before = torch.where(begins, -1, ids.roll(1, 1))  # the token before each key, in its own sequence
         copies = _narrowed(problem, Documents(ids, before))
         value = plan["key"][..., :1]
         request = AuxRequest(lse=True)
@@ -392,6 +410,17 @@ class _Recorder:
         chosen = attention(**narrowed, value=value, return_aux=request)[1].lse
         assert whole is not None and chosen is not None
         return torch.where(chosen > -torch.inf, (chosen - whole).exp(), torch.nan)
+
+    def _sees_first(self, call: dict[str, Any], first: Tensor | None, positions: Tensor, Tk: int) -> Tensor:
+        """Which queries may read the first key of their sequence (broadcasts to [B, H, Tq]): not those that a window
+        keeps from it, nor those whose cache has dropped it."""
+        kept = (positions < Tk)[:, None].to(call["query"].device)
+        if first is not None:
+            return kept
+        form = lower(**call)
+        B, H, Tq, _ = form.shape
+        mask = form.cut(slice(0, B), slice(0, H), slice(0, Tq), slice(0, 1)).admissible(Tq, 1, kept.device)
+        return kept if mask is None else kept & mask.expand(*mask.shape[:-1], 1).squeeze(-1)
 
     def _layer(self, module: nn.Module, heads: int) -> Layer:
         key = id(module)

@@ -198,7 +198,7 @@ class Inspection:
     def record(self) -> dict[str, Any]:
         """Everything that the report shows, as plain numbers, lists and strings; what is not a number is None."""
         bins = max((len(layer.rows) for layer in self.layers), default=0)
-        heads, profiles = [], {name: [] for name in PROFILES if name in self.columns}
+        heads, null, profiles = [], [], {name: [] for name in PROFILES if name in self.columns}
         for layer in self.layers:
             means, profile, seen = layer.means(), layer.profile(), layer.rows.sum(0)
             for h in range(layer.heads):
@@ -211,14 +211,10 @@ class Inspection:
                         "max": {name: _number(layer.maxima[n, h]) for n, name in enumerate(layer.channels)},
                     }
                 )
-                for name, found in profiles.items():
+                for name, found in (*profiles.items(), ("log_keys", null)):
                     own = profile[name][:, h]
                     found.append(_numbers(torch.cat([own, own.new_full((bins - len(own),), math.nan)])))
         rows = sum((_grown(layer.rows, bins).sum(1) for layer in self.layers), torch.zeros(bins, dtype=torch.float64))
-        null = sum(
-            (_grown(layer.sums, bins)[:, layer.channels.index("log_keys")].sum(1) for layer in self.layers),
-            torch.zeros(bins, dtype=torch.float64),
-        )
         share = len(heads) or 1
         return {
             "format": "regard-inspection",
@@ -229,7 +225,7 @@ class Inspection:
             "positions": {
                 "edges": bin_starts(bins),
                 "rows": [round(n / share) for n in rows.tolist()],
-                "null_entropy": _numbers(null / rows),
+                "null_entropy": null,  # by head: windows differ between layers
                 "values": profiles,
             },
             **self.views,

@@ -13,75 +13,88 @@ from torch import Tensor
 from ..backends import torch as definition
 from ..form import lower
 from ..plan import path, topk, weights_at
-from ..problem import Bias, Transport
+from ..problem import Bias, Budget, Transport
 
 WINDOW, TOP, QUERIES, PATHS = 48, 8, 24, 8  # keys and queries; keys; queries; queries
 TEMPERATURES = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0)
 
 
 class Views:
-    """Filled layer by layer from the first pass; `finish` adds the tokens' text."""
+    """Filled layer by layer from the first pass; `finish` adds the tokens' text.
+
+    They are for models whose layers all read one sequence: where lengths differ (an encoder and a decoder), where a
+    layer is called twice or where there is padding, there are none.
+    """
 
     def __init__(self) -> None:
-        self.tokens: list[str] = []
+        self.length: int | None = None
+        self.refused = False
         self.queries: list[int] = []
         self.sampled: list[int] = []  # for the paths
-        self.windows: list[str] = []
-        self.keys: list[Any] = []
-        self.weights: list[Any] = []
-        self.entropies: list[Any] = []
-        self.scores: list[Any] = []
+        self.layers: dict[str, dict[str, list[Any]]] = {}  # lists by head
 
-    def add(self, call: dict[str, Any], plan: dict[str, Any]) -> None:
+    def refuse(self) -> None:
+        self.refused = True
+
+    def add(self, name: str, call: dict[str, Any], plan: dict[str, Any]) -> None:
         """The heads of a layer: `call` are the arguments of `attention`, `plan` those without the values."""
         Tq, Tk = call["query"].shape[2], call["key"].shape[2]
-        size = min(WINDOW, Tq, Tk)
+        self.length = self.length or Tq
+        if self.refused or name in self.layers or Tq != Tk or Tq != self.length:
+            return self.refuse()
+        size = min(WINDOW, Tq)
         self.queries = sorted({round(i * (Tq - 1) / (QUERIES - 1)) for i in range(QUERIES)})
-        self.sampled = self.queries[:: math.ceil(len(self.queries) / PATHS)][::-1]
+        self.sampled = self.queries[:: -math.ceil(len(self.queries) / PATHS)]  # from the last one
         chosen = torch.tensor(self.queries)
         window = weights_at(index=torch.arange(size, device=call["key"].device), **plan)[0, :, :size]
-        for head in (255 * window.clamp(0, 1).sqrt()).round().byte().cpu():
-            self.windows.append(base64.b64encode(bytes(head.flatten().tolist())).decode())
+        roots = (255 * window.clamp(0, 1).sqrt()).round().byte().cpu()
+        windows = [base64.b64encode(bytes(head.flatten().tolist())).decode() for head in roots]
         weights, keys = (found[0][:, chosen].cpu() for found in topk(n=min(TOP, Tk), **plan))
-        self.keys += keys.tolist()
-        self.weights += [[[float(f"{w:.4g}") for w in row] for row in head] for head in weights.tolist()]
+        shares = [[[float(f"{w:.4g}") for w in row] for row in head] for head in weights.tolist()]
+        self.layers[name] = {"windows": windows, "keys": keys.tolist(), "weights": shares}
         along = _along(call, self.sampled)
-        self.entropies += along[0]
-        self.scores += along[1]
+        if along is not None:
+            self.layers[name] |= {"entropy": along[0], "expected_score": along[1]}
+        return None
 
-    def finish(self, tokens: list[str] | None) -> dict[str, Any]:
-        if not self.windows:
+    def finish(self, names: list[str], tokens: list[str] | None) -> dict[str, Any]:
+        """The views of the layers, in this order; none unless each has been seen."""
+        if self.refused or not names or set(names) != set(self.layers):
             return {}
-        size = math.isqrt(len(base64.b64decode(self.windows[0])))
+        parts = {part: [head for name in names for head in self.layers[name].get(part, [])] for part in _PARTS}
+        size = math.isqrt(len(base64.b64decode(parts["windows"][0])))
         text = tokens or []
-        shown = {j for head in self.keys for row in head for j in row} | set(self.queries)
+        shown = {j for head in parts["keys"] for row in head for j in row} | set(self.queries)
 
         def name(j: int) -> str:
             return text[j] if j < len(text) else f"#{j}"
 
-        return {
-            "paths": {
-                "temperature": list(TEMPERATURES),
-                "entropy": self.entropies,
-                "expected_score": self.scores,
-                "rows": len(self.sampled),
-            },
-            "window": {"start": 0, "tokens": [name(j) for j in range(size)], "weights": self.windows},
+        found: dict[str, Any] = {
+            "window": {"start": 0, "tokens": [name(j) for j in range(size)], "weights": parts["windows"]},
             "top_keys": {
                 "queries": self.queries,
-                "keys": self.keys,
-                "weights": self.weights,
+                "keys": parts["keys"],
+                "weights": parts["weights"],
                 "tokens": {str(j): name(j) for j in sorted(shown)},
             },
         }
+        if len(parts["entropy"]) == len(parts["windows"]):
+            lines = {part: parts[part] for part in ("entropy", "expected_score")}
+            found["paths"] = {"temperature": list(TEMPERATURES), **lines, "rows": len(self.sampled)}
+        return found
 
 
-def _along(call: dict[str, Any], queries: list[int]) -> tuple[list[Any], list[Any]]:
+_PARTS = ("windows", "keys", "weights", "entropy", "expected_score")
+
+
+def _along(call: dict[str, Any], queries: list[int]) -> tuple[list[Any], list[Any]] | None:
     """Mean entropy and expected score of the first sequence's chosen queries at multiples of their temperature, each
-    a list by head."""
+    a list by head; None where the temperature is not one number."""
+    problem = call["problem"] or Transport()
+    if isinstance(problem.temperature, Tensor | Budget) or not problem.temperature:
+        return None
     form = lower(**call)
     _, H, _, Tk = form.shape
-    problem = call["problem"] or Transport()
     scores, priors = [], []
     for i in queries:
         row = form.cut(slice(0, 1), slice(0, H), slice(i, i + 1), slice(0, Tk))
@@ -91,13 +104,10 @@ def _along(call: dict[str, Any], queries: list[int]) -> tuple[list[Any], list[An
         scores.append(found if allowed is None else found.masked_fill(~allowed, -math.inf))
         priors.append(torch.zeros_like(found) if prior is None else prior.expand_as(found))
     stacked, prior = torch.cat(scores, 2)[0], torch.cat(priors, 2)[0]  # [H, n, Tk]
-    own = form.temperature
-    if isinstance(own, Tensor):  # per head or query: into the scores
-        own = own.expand(*form.shape[:3], 1)[0][:, queries]
     bare = Transport(
         problem.regularizer, prior=Bias(prior) if bool((prior != 0).any()) else None, marginal=problem.marginal
     )
-    found = path(stacked / own, torch.tensor(TEMPERATURES), bare)
+    found = path(stacked, float(problem.temperature) * torch.tensor(TEMPERATURES), bare)
     entropy, expected = found.entropy.mean(-1).mT, found.expected_score.mean(-1).mT  # [H, temperatures]
     return _listed(entropy), _listed(expected)
 
