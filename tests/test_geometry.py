@@ -580,8 +580,8 @@ def test_natural_attention_with_shared_key_heads():
     torch.manual_seed(0)
     q = torch.randn(2, 4, 5, 3, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(2, 2, 6, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    shared = geometry.natural_attention(q, k, v, damping=0.1, enable_gqa=True)
-    each = geometry.natural_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), damping=0.1)
+    shared = regard.geometry.natural_attention(q, k, v, damping=0.1, enable_gqa=True)
+    each = regard.geometry.natural_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), damping=0.1)
     weight = torch.randn_like(shared)
     for got, expected in zip(
         *(torch.autograd.grad((x * weight).sum(), (q, k, v)) for x in (shared, each)), strict=True
@@ -591,4 +591,4 @@ def test_natural_attention_with_shared_key_heads():
 
 def test_fisher_names_a_wrong_temperature():
     with pytest.raises(ValueError, match="temperature"):
-        geometry.fisher(torch.rand(2, 3, 5), torch.ones(2))
+        regard.geometry.fisher(torch.rand(2, 3, 5), torch.ones(2))
