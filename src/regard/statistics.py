@@ -309,20 +309,13 @@ def cost(rows: Solution) -> Tensor:
     return -(rows.weights * rows.scores).sum(-1)
 
 
-def middle(values: Tensor) -> Tensor:
-    """A point amid the values, [B, Hkv, 1, Dv]: their median, which what a few keys hold that a row does not read
-    (padding, the future) cannot carry away."""
-    return values.median(2, keepdim=True).values if values.shape[2] else values.sum(2, keepdim=True)
-
-
 def value_spread(rows: Solution) -> Tensor:
     """sum_j p_j |v_j|^2 - |o|^2."""
     assert rows.values is not None and rows.output is not None
     group = rows.weights.shape[1] // max(1, rows.values.shape[1])
-    # Values are measured from amid them: |v|^2 and |o|^2 would cancel under a large common offset.
-    centre = middle(rows.values.detach())
-    squares = ((rows.values - centre) ** 2).sum(-1)
-    squares = squares.clamp(max=torch.finfo(squares.dtype).max).repeat_interleave(group, 1)  # [B, H, Tk], no 0 * inf
+    # Values are measured from their mean: |v|^2 and |o|^2 would cancel under a large common offset.
+    centre = rows.values.mean(2, keepdim=True) if rows.values.shape[2] else rows.values.sum(2, keepdim=True)
+    squares = ((rows.values - centre) ** 2).sum(-1).repeat_interleave(group, 1)  # [B, H, Tk]
     centre = centre.repeat_interleave(group, 1)
     n = squares.shape[-1]
     second = (rows.weights[..., :n] * squares[:, :, None]).sum(-1)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ..form import Form, output_shapes
-from ..statistics import middle
 
 _TYPES = {
     torch.float32: 0,
@@ -260,9 +259,8 @@ def _centred_squares(form: Form) -> tuple[Tensor, Tensor]:
     assert form.value is not None
     value = form.value.detach().to(form.dtype)
     value = torch.where(value.isfinite(), value, 0.0)  # keys that nobody reads may hold anything
-    centre = middle(value)
-    squares = ((value - centre) ** 2).sum(-1)[:, :, None]
-    return centre, squares.clamp(max=torch.finfo(squares.dtype).max).contiguous()  # no 0 * inf
+    centre = value.mean(2, keepdim=True) if value.shape[2] else value.sum(2, keepdim=True)
+    return centre, ((value - centre) ** 2).sum(-1)[:, :, None].contiguous()
 
 
 def backward(
