@@ -228,8 +228,7 @@ def _as_kl(statistic: str, target: Tensor, count: Tensor) -> Tensor:
 def run(backend: str, form: Form, names: tuple[str, ...], budget: Budget) -> dict[str, Tensor]:
     """Output and statistics by a backend, at the temperatures that meet the budget."""
     form, hard = match(backend, form, budget)
-    weighted = bool(form.log_priors) or form.slopes is not None
-    if weighted and backend == "native" and form.dtype != torch.float64:
+    if form.weighted and backend == "native" and form.dtype != torch.float64:
         # Cold rows add log pi to a large s/tau: float32 has no digits left for it.
         assert isinstance(form.temperature, Tensor)
         wide = dataclasses.replace(_doubled(form), temperature=form.temperature.double())
@@ -324,7 +323,7 @@ def _temperatures(backend: str, statistic: str, budget: Tensor, form: Form) -> t
         nothing = form.query.new_ones((B, H, Tq, 1), dtype=form.dtype)
         return nothing, nothing.long()
     # log pi is added to s/tau: in float32 a cold row under a weighted prior has no digits left for it.
-    weighted = bool(form.log_priors) or form.slopes is not None
+    weighted = form.weighted
     forms = {False: form}
 
     def doubled() -> Form:
@@ -363,8 +362,7 @@ def _gradients(
 ) -> dict[str, Tensor]:
     """From dL/dtau those of the form's slots and of the budget: dtau = (tau/Var) (d KL - dc)."""
     solver = ops.BACKENDS[backend]
-    weighted = bool(form.log_priors) or form.slopes is not None
-    if weighted and backend == "native" and form.dtype != torch.float64:  # as the search, for the same reason
+    if form.weighted and backend == "native" and form.dtype != torch.float64:  # as the search, for the same reason
         assert isinstance(form.temperature, Tensor)
         tensors = form.tensors() | {"budget": budget}
         wide = dataclasses.replace(_doubled(form), temperature=form.temperature.double())
@@ -383,7 +381,7 @@ def _gradients(
     if not slots:
         return found
     rate = rate.squeeze(-1)
-    if statistic == "entropy" or not (form.log_priors or form.slopes is not None):  # KL is log n less the entropy
+    if statistic == "entropy" or not form.weighted:  # KL is log n less the entropy
         return found | solver.backward(form, slots, outputs, {"entropy": -rate})
     if backend == "native" and form.softcap is None and form.score_bias is None:
         return found | _linear_gradients(form, slots, rate)

@@ -139,7 +139,10 @@ def inspect(
                 raise Refused(f"{path}: expected a file, got a folder")
             if path is not None and not path.resolve().parent.is_dir():
                 raise Refused(f"{path}: there is no folder {path.resolve().parent}")
-        say = lambda text: errors.print(Text(text))  # noqa: E731
+
+        def say(text: str) -> None:
+            errors.print(Text(text))  # no markup in a name
+
         other = read_record(Path(compare)) if compare is not None and compare.endswith(".json") else None
         record = examine(model, run=run, say=say, **asked)
         if compare is not None and other is None:

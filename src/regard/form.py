@@ -121,6 +121,11 @@ class Form:
             found[f"log_priors.{n}"] = bias
         return found
 
+    @property
+    def weighted(self) -> bool:
+        """Whether the prior may be other than 0 and 1."""
+        return bool(self.log_priors) or self.slopes is not None
+
     def with_tensors(self, tensors: dict[str, Tensor]) -> Form:
         """The same problem with other tensors in (some of) its slots."""
         fields: dict[str, Any] = self.__dict__ | tensors
@@ -381,8 +386,8 @@ def lower_problem(
         _lower_prior(form, problem.prior, lead, Tq, Tk, dtype, device, is_causal)
     if form.hard and known_hard(form):
         # Keys that take at most pi each (Fermi-Dirac) share by other rules than "the best takes all".
-        weighted = form.marginal != "rows" or form.mass != 1 or form.log_priors or form.slopes is not None
-        if form.marginal == "free" or (regularizer.ceiling < math.inf and weighted):
+        unlike = form.marginal != "rows" or form.mass != 1 or form.weighted
+        if form.marginal == "free" or (regularizer.ceiling < math.inf and unlike):
             raise ValueError(f"temperature: 0 (hard routing) has no meaning for {problem!r}; expected temperature > 0")
     return form
 

@@ -29,7 +29,7 @@ def examine(
     run: Path | None,
     say: Callable[[str], object],
 ) -> dict[str, Any]:
-    """Inspect a model by its name; the record of `Inspection.to_json`, with the names of model and text."""
+    """Inspect a model by its name; the record of its `Inspection`, with the names of model and text."""
     from .. import inspect
 
     try:
@@ -55,7 +55,7 @@ def examine(
         "model": name,
         "text": "our own text" if source is None else source.name,
     }
-    return json.loads(inspection.to_json())
+    return inspection.record()
 
 
 def _read(text: Path | None, tokens: Path | None, tokenizer: Any, name: str) -> Tensor:

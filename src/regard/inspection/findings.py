@@ -301,7 +301,7 @@ _RULES = (
         "change what it reads.",
         "A learned temperature per head has most to gain here; scaling by log n keeps such heads from flattening on "
         "longer text.",
-        "ours: mean score variance > 4 (a tenth of the heads of SmolLM2-135M); read beside the entropy",
+        "ours: mean score variance > 4; read beside the entropy",
     ),
     _Rule(
         "committed",

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..parts import describe
 from ..statistics import NAMES
-from .findings import Finding, Thresholds, find
+from .findings import FORMAT, VERSION, Finding, Thresholds, find
 
 if TYPE_CHECKING:
     import pandas
@@ -216,9 +216,9 @@ class Inspection:
                     found.append(_numbers(torch.cat([own, own.new_full((bins - len(own),), math.nan)])))
         rows = sum((_grown(layer.rows, bins).sum(1) for layer in self.layers), torch.zeros(bins, dtype=torch.float64))
         share = len(heads) or 1
-        return {
-            "format": "regard-inspection",
-            "version": 1,
+        record = {
+            "format": FORMAT,
+            "version": VERSION,
             "provenance": self.about | {"batches": self.batches, "layers": len(self.layers)},
             "statistics": list(self.columns),
             "heads": heads,
@@ -230,10 +230,11 @@ class Inspection:
             },
             **self.views,
         }
+        return record | {"findings": [found.to_dict() for found in find(record)]}
 
     def to_json(self) -> str:
-        """`record()` with the findings, as JSON."""
-        return json.dumps(self.record() | {"findings": [f.to_dict() for f in self.findings()]}, allow_nan=False)
+        """`record()` as JSON."""
+        return json.dumps(self.record(), allow_nan=False)
 
     def findings(self, thresholds: Thresholds | None = None) -> list[Finding]:
         """What the named rules say of the heads, gravest first."""
@@ -243,7 +244,7 @@ class Inspection:
         """The report: one page that needs nothing else, comparing this inspection with another if given."""
         from .report import to_html
 
-        return to_html(json.loads(self.to_json()), None if other is None else json.loads(other.to_json()))
+        return to_html(self.record(), None if other is None else other.record())
 
     def summary(self) -> str:
         """A few lines for a terminal: each layer's means over its heads, and the extremes."""

@@ -14,6 +14,7 @@ from ..backends import torch as definition
 from ..form import lower
 from ..plan import path, topk, weights_at
 from ..problem import Bias, Budget, Transport
+from .result import _numbers
 
 WINDOW, TOP, QUERIES, PATHS = 48, 8, 24, 8  # keys and queries; keys; queries; queries
 TEMPERATURES = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0)
@@ -109,8 +110,4 @@ def _along(call: dict[str, Any], queries: list[int]) -> tuple[list[Any], list[An
     )
     found = path(stacked, float(problem.temperature) * torch.tensor(TEMPERATURES), bare)
     entropy, expected = found.entropy.mean(-1).mT, found.expected_score.mean(-1).mT  # [H, temperatures]
-    return _listed(entropy), _listed(expected)
-
-
-def _listed(table: Tensor) -> list[Any]:
-    return [[float(f"{x:.5g}") if math.isfinite(x) else None for x in row] for row in table.tolist()]
+    return [_numbers(row) for row in entropy], [_numbers(row) for row in expected]
