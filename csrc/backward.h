@@ -31,6 +31,8 @@ template <class R> struct BackRows {
   V sum_g[NV], sum_gs[NV], sum_gd[NV], sum_ps[NV], sum_pd[NV], sum_gp[NV], sum_ga[NV];
   R dot[L];
   bool idle;  // some row has no key
+  const R *keys, *x;          // the rows' lists, if they were kept (lists.h)
+  int64_t next[L], end[L];  // in them: the first key not yet visited, and where the list ends
   R *qt, *dot_t, *q, *d_out, *dqt, *dq;  // Q^T, dO^T, scale/tau Q, dO, dQ^T; not KL: what single pairs give to dQ
 };
 
@@ -76,6 +78,7 @@ template <class R> R dot(const R *a, const Tensor &t, int64_t at, int64_t n) {
 }
 
 template <class R> void prepare_link(const Problem &p, BackRows<R> &r);
+template <class R> void take_lists(const Problem &p, BackRows<R> &r, int64_t lo);
 template <class R, class Link>
 void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t first, int64_t keys, const R *k,
                int64_t k_stride, const R *v, int64_t v_stride, R *dk, R *dv, BackPanels<R> &s);
@@ -86,14 +89,14 @@ template <class R> void prepare(const Problem &p, const Terms &terms, BackRows<R
   const Rows<R, 3> &rows = r.rows;
   const int64_t Dp = padded<R>(p.D), Dvp = padded<R>(p.Dv);
   r.idle = false;
-  memset(r.dqt, 0, L * p.D * sizeof(R));
+  if (!r.keys) memset(r.dqt, 0, L * p.D * sizeof(R));
   memset(r.q, 0, L * Dp * sizeof(R)), memset(r.d_out, 0, L * Dvp * sizeof(R));
-  rows.transpose(p.query, p.D, r.qt, [&](int i) { return rows.factor(p, terms, i); });
+  if (!r.keys) rows.transpose(p.query, p.D, r.qt, [&](int i) { return rows.factor(p, terms, i); });
   for (int i = 0; i < rows.n; ++i)
     copy<R>(p.query.data, p.query.type, rows.at(p.query, i), p.query.s3, p.D, r.q + i * Dp, 1,
             (R)p.scale / rows.temperature[i]);
   if (p.grad_out) {
-    rows.transpose(p.grad_out, p.Dv, r.dot_t, [](int) { return (R)1; });
+    if (!r.keys) rows.transpose(p.grad_out, p.Dv, r.dot_t, [](int) { return (R)1; });
     for (int i = 0; i < rows.n; ++i)
       copy<R>(p.grad_out.data, p.grad_out.type, rows.at(p.grad_out, i), p.grad_out.s3, p.Dv, r.d_out + i * Dvp, 1, (R)1);
   }
@@ -269,6 +272,7 @@ void pull_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv, int
   if (p.dv) memset((R *)p.dv + first_row * p.Dv, 0, own * p.Dv * sizeof(R));
   BackPanels<R> panels(arena, p);
   const Arena rest = arena;
+  const bool as_they_lie = rows_of<R>(p.key, p.D) && rows_of<R>(p.value, p.Dv) && p.D == Dp && p.Dv == Dvp;
   BackRows<R> *blocks[BATCH_ROWS / L];
   for (int64_t h = kv * group; h < (kv + 1) * group; ++h)
     for (int64_t batch = 0; batch < p.Tq && !halted(); batch += cut.batch * L) {
@@ -282,7 +286,17 @@ void pull_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv, int
         r.dq = linked ? arena.take<R>(L * Dp) : nullptr;
         const int64_t first = batch + g * L;
         r.rows.place(p, b, kv, h, false, first, least((int64_t)L, p.Tq - first));
+        r.keys = nullptr;
+        if (p.saved_lists && !halted()) take_lists(p, r, lo);
         prepare(p, terms, r);
+        if (r.keys && as_they_lie) {  // all of the chunk at once: a row's list is short, and the rows stay in the cache
+          int64_t k_stride, v_stride;
+          const R *k = as_rows(p.key, b, kv, lo, own, p.D, panels.k_spare, k_stride);
+          const R *v = as_rows(p.value, b, kv, lo, own, p.Dv, panels.v_spare, v_stride);
+          pull_block(p, terms, r, lo, own, k, k_stride, v, v_stride, (R *)p.dk + first_row * p.D,
+                     (R *)p.dv + first_row * p.Dv, panels);
+          continue;
+        }
         from = least(from, most(lo, r.rows.lo)), to = most(to, least(hi, r.rows.hi));
       }
       for (int64_t j = from; j < to; j += BACK_KEYS) {
@@ -294,7 +308,7 @@ void pull_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv, int
         for (int64_t g = 0; g < n_blocks; ++g) {
           BackRows<R> &r = *blocks[g];
           const int64_t a = most(j, r.rows.lo), z = least(j + keys, r.rows.hi), skip = a - j;
-          if (a < z)
+          if (a < z && !(r.keys && as_they_lie))
             pull_block(p, terms, r, a, z - a, k + skip * k_stride, k_stride, v + skip * v_stride, v_stride,
                        panels.dk + skip * Dp, panels.dv + skip * Dvp, panels);
         }
@@ -321,10 +335,10 @@ void pull_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv, int
           put(p.row_ps, at, r.sum_ps[i / N][i % N]);
           put(p.row_pd, at, r.sum_pd[i / N][i % N]);
         }
-        if (p.dq) to_rows(r.dqt, L, factor, r.rows.n, p.D, dq);
+        if (p.dq && !r.keys) to_rows(r.dqt, L, factor, r.rows.n, p.D, dq);
         if (p.dq && linked)
           for (int i = 0; i < r.rows.n; ++i)
-            for (int64_t d = 0; d < p.D; ++d) dq[i][d] += r.dq[i * Dp + d] * factor[i];
+            for (int64_t d = 0; d < p.D; ++d) dq[i][d] = (r.keys ? 0 : dq[i][d]) + r.dq[i * Dp + d] * factor[i];
       }
     }
 }

@@ -7,6 +7,7 @@
 #pragma once
 #include "backward.h"
 #include "links.h"
+#include "lists.h"
 
 namespace {
 
@@ -74,6 +75,86 @@ const R *padded_rows(const R *from, int64_t stride, int64_t keys, int64_t D, R *
   return spare;
 }
 
+// The rows' lists, from key `lo` on.
+template <class R> void take_lists(const Problem &p, BackRows<R> &r, int64_t lo) {
+  constexpr int L = BackRows<R>::L;
+  const Lists<R, L> lists(p.saved_lists, r.rows);
+  if (!lists.some()) return;
+  r.keys = lists.keys(), r.x = lists.x();
+  for (int i = 0; i < L; ++i) {
+    r.end[i] = (int64_t)lists.ends()[i + 1];
+    int64_t from = (int64_t)lists.ends()[i], to = r.end[i];
+    while (from < to) {
+      const int64_t middle = (from + to) / 2;
+      if (r.keys[middle] < (R)lo)
+        from = middle + 1;
+      else
+        to = middle;
+    }
+    r.next[i] = from;
+  }
+}
+
+// What single pairs of a block of keys and a block of rows give to the gradients.
+template <class R, class Link> struct Pairs {
+  static constexpr int NV = 3, N = Simd<R>::N;
+  using V = Vec<R>;
+  const Problem &p;
+  const Link &link;
+  BackRows<R> &r;
+  const int64_t first;  // key
+  const R *k, *v;       // rows of whole vectors
+  const int64_t k_stride, v_stride;
+  R *const dk, *const dv;
+  const bool sums;  // more than dq, dk and dv is asked for
+  const int64_t Dp = padded<R>(p.D), Dvp = padded<R>(p.Dv);
+
+  // Row i and key first + j, at distance d from the price; slope: softcap's.
+  INLINE void pull(int i, int64_t j, R d, R weight, R w, R by_alpha, R slope) const {
+    const Rows<R, NV> &rows = r.rows;
+    const int n = i / N, lane = i % N;
+    if (!(w > 0) && !(w != w)) return;
+    R kept = 1;
+    if (p.dropout_key) kept = rows.kept_at(p, first + j, i);
+    R u = p.grad_out ? kept * dot(r.d_out + i * Dvp, v + j * v_stride, Dvp) : 0;
+    u -= r.a[n][lane];
+    if (p.grad_entropy && weight > TINY<R>) u -= r.b[n][lane] * log2_of(weight);
+    R g = w * u;
+    if (sums) {
+      const int64_t key_at = (rows.b * p.H + rows.head[0]) * p.Tk + first + j;
+      const R gp = weight * u, ds = g * r.inverse_tau[n][lane];
+      r.sum_g[n][lane] += g;
+      if (p.row_gs) r.sum_gs[n][lane] += g * d / rows.c[n][lane];
+      if (p.row_gd) {
+        const int64_t away = first + j - rows.position[n][lane];
+        r.sum_gd[n][lane] += gp * (R)(away < 0 ? -away : away);
+      }
+      if (p.row_ga) r.sum_ga[n][lane] += gp * by_alpha;
+      if (p.key_g) ((R *)p.key_g)[key_at] += gp;
+      if (p.key_ds) ((R *)p.key_ds)[key_at] += ds;
+      if (p.key_mass) ((R *)p.key_mass)[key_at] += weight;
+      if (p.dense_g) ((R *)p.dense_g.data)[rows.at(p.dense_g, i) + (first + j) * p.dense_g.s3] += gp;
+      if (p.dense_ds) ((R *)p.dense_ds.data)[rows.at(p.dense_ds, i) + (first + j) * p.dense_ds.s3] += ds;
+      r.sum_gp[n][lane] += gp;
+    }
+    if (p.dv && p.grad_out) add(weight * kept, r.d_out + i * Dvp, Dvp, dv + j * Dvp);
+    g *= slope;
+    if (p.dk) add(g, r.q + i * Dp, Dp, dk + j * Dp);
+    if (p.dq) add(g, k + j * k_stride, Dp, r.dq + i * Dp);
+  }
+};
+
+// How dL/dalpha answers to p (u - b): beta^2 (1 - 1/y - log y).
+template <class R, class Link> INLINE Vec<R> by_alpha(const Link &link, Vec<R> d, int n) {
+  using V = Vec<R>;
+  if constexpr (Link::PRICED) {
+    const V safe = d > (R)1e-30 - Link::ORIGIN ? d : all((R)1 - Link::ORIGIN), beta = link.beta(n);
+    return beta * beta * (Link::ORIGIN ? safe / (safe + (R)1) - vlog1p(safe) : (R)1 - (R)1 / safe - vlog(safe));
+  } else {
+    return V{};
+  }
+}
+
 // One block of keys for one block of rows.
 template <class R, class Link>
 void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t first, int64_t keys, const R *k,
@@ -83,6 +164,31 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
   using I = typename Simd<R>::I;
   const Rows<R, NV> &rows = r.rows;
   const Link link(rows);
+  const bool sums = p.row_g || p.row_gp || p.row_gs || p.row_gd || p.row_ga || p.key_g || p.key_ds || p.dense_g ||
+                    p.dense_ds || p.key_mass;
+  const auto single_pairs = [&] {
+    int64_t kp, vp;
+    const R *kr = padded_rows(k, k_stride, keys, p.D, s.k_padded, kp);
+    const R *vr = padded_rows(v, v_stride, keys, p.Dv, s.v_padded, vp);
+    return Pairs<R, Link>{p, link, r, first, kr, vr, kp, vp, dk, dv, sums};
+  };
+  if (r.keys) {
+    const Pairs<R, Link> pairs = single_pairs();
+    for (int i = 0; i < rows.n; ++i) {
+      const int n = i / N, lane = i % N;
+      int64_t at = r.next[i];
+      for (; at < r.end[i] && r.keys[at] < (R)(first + keys); ++at) {
+        const R d = r.x[at] - r.peak[n][lane] + r.rest[n][lane];
+        V weight, w, alpha = {};
+        link.at(n, all(d), weight, w);
+        if (p.row_ga) alpha = by_alpha<R>(link, all(d), n);
+        pairs.pull(i, (int64_t)r.keys[at] - first, d, weight[lane], w[lane], alpha[lane], 1);
+      }
+      r.next[i] = at;
+    }
+    return;
+  }
+
   const Gate gate = open_gate(p, terms, rows, first, keys, s.gate, s.bias, s.spare, s.live);
   if (gate == CLOSED) return;
   const uint8_t *live = gate == PARTLY ? s.live : nullptr;
@@ -92,9 +198,6 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
     dress(p, terms, rows, keys, s.x, gate == PARTLY ? s.gate : nullptr, s.bias, (R *)nullptr,
           terms.capped ? s.slope : nullptr);
   const int64_t Dp = padded<R>(p.D), Dvp = padded<R>(p.Dv);
-
-  const bool sums = p.row_g || p.row_gp || p.row_gs || p.row_gd || p.row_ga || p.key_g || p.key_ds || p.dense_g ||
-                    p.dense_ds || p.key_mass;
 
   int64_t pairs = keys * L;
   if (Link::PRICED) {
@@ -116,23 +219,12 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
     const Mask<R> distance = (I)(first + j) - rows.position[n];
     return __builtin_convertvector(distance < 0 ? -distance : distance, V);
   };
-  // How dL/dalpha answers to p (u - b): beta^2 (1 - 1/y - log y).
-  const auto by_alpha = [&](V d, int n) {
-    if constexpr (Link::PRICED) {
-      const V safe = d > (R)1e-30 - Link::ORIGIN ? d : all((R)1 - Link::ORIGIN), beta = link.beta(n);
-      return beta * beta * (Link::ORIGIN ? safe / (safe + (R)1) - vlog1p(safe) : (R)1 - (R)1 / safe - vlog(safe));
-    } else {
-      return V{};
-    }
-  };
 
   if (Link::PRICED && (double)pairs <= SPARSE_PAIRS * keys * L) {
-    int64_t kp, vp;
-    const R *kr = padded_rows(k, k_stride, keys, p.D, s.k_padded, kp);
-    const R *vr = padded_rows(v, v_stride, keys, p.Dv, s.v_padded, vp);
+    const Pairs<R, Link> few = single_pairs();
     for (int64_t j = 0; j < keys; ++j) {
       if (!s.bits[j]) continue;
-      V ps[NV], ws[NV], alphas[NV];
+      V ps[NV], ws[NV], alphas[NV] = {};
       for (int n = 0; n < NV; ++n) {
         const V d = load(s.x + j * L + n * N) - r.peak[n] + r.rest[n];
         store(s.x + j * L + n * N, d);
@@ -140,37 +232,12 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
           link.times_prior(n, d, load(prior + j * L + n * N), ps[n], ws[n]);
         else
           link.at(n, d, ps[n], ws[n]);
-        if (p.row_ga) alphas[n] = by_alpha(d, n);
+        if (p.row_ga) alphas[n] = by_alpha<R>(link, d, n);
       }
-      const int64_t key_at = (rows.b * p.H + rows.head[0]) * p.Tk + first + j;
       for (uint64_t bits = s.bits[j]; bits; bits &= bits - 1) {
         const int i = __builtin_ctzll(bits), n = i / N, lane = i % N;
         if (i >= rows.n) break;
-        const R weight = ps[n][lane], w = ws[n][lane];
-        if (!(w > 0) && !(w != w)) continue;
-        R kept = 1;
-        if (p.dropout_key) kept = rows.kept_at(p, first + j, i);
-        R u = p.grad_out ? kept * dot(r.d_out + i * Dvp, vr + j * vp, Dvp) : 0;
-        u -= r.a[n][lane];
-        if (p.grad_entropy && weight > TINY<R>) u -= r.b[n][lane] * log2_of(weight);
-        R g = w * u;
-        if (sums) {
-          const R gp = weight * u, ds = g * r.inverse_tau[n][lane];
-          r.sum_g[n][lane] += g;
-          if (p.row_gs) r.sum_gs[n][lane] += g * s.x[j * L + i] / rows.c[n][lane];
-          if (p.row_gd) r.sum_gd[n][lane] += gp * distance_of(j, n)[lane];
-          if (p.row_ga) r.sum_ga[n][lane] += gp * alphas[n][lane];
-          if (p.key_g) ((R *)p.key_g)[key_at] += gp;
-          if (p.key_ds) ((R *)p.key_ds)[key_at] += ds;
-          if (p.key_mass) ((R *)p.key_mass)[key_at] += weight;
-          if (p.dense_g) ((R *)p.dense_g.data)[rows.at(p.dense_g, i) + (first + j) * p.dense_g.s3] += gp;
-          if (p.dense_ds) ((R *)p.dense_ds.data)[rows.at(p.dense_ds, i) + (first + j) * p.dense_ds.s3] += ds;
-          r.sum_gp[n][lane] += gp;
-        }
-        if (p.dv && p.grad_out) add(weight * kept, r.d_out + i * Dvp, Dvp, dv + j * Dvp);
-        if (terms.capped) g *= s.slope[j * L + i];
-        if (p.dk) add(g, r.q + i * Dp, Dp, dk + j * Dp);
-        if (p.dq) add(g, kr + j * kp, Dp, r.dq + i * Dp);
+        few.pull(i, j, s.x[j * L + i], ps[n][lane], ws[n][lane], alphas[n][lane], terms.capped ? s.slope[j * L + i] : 1);
       }
     }
     return;
@@ -203,7 +270,7 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
         r.sum_g[n] += g, r.sum_gp[n] += gp;
         if (p.row_gs) r.sum_gs[n] += w == 0 ? V{} : g * d / rows.c[n];  // from ORIGIN: that part of the sum is known
         if (p.row_gd) r.sum_gd[n] += gp * distance_of(j, n);
-        if (p.row_ga) r.sum_ga[n] += weight == 0 ? V{} : gp * by_alpha(d, n);
+        if (p.row_ga) r.sum_ga[n] += weight == 0 ? V{} : gp * by_alpha<R>(link, d, n);
         R key_g = 0, key_ds = 0, key_mass = 0;
         for (int lane = 0; lane < N && n * N + lane < rows.n; ++lane) {
           const int i = n * N + lane;

@@ -11,8 +11,11 @@
 // itself.
 // Free marginals know their price: there the panel is one block of keys, and there is no search.
 #pragma once
+#include <type_traits>
+
 #include "forward.h"
 #include "links.h"
+#include "lists.h"
 
 namespace {
 
@@ -265,24 +268,30 @@ bool enlist(Sheet<R, NV> &s, const Ledger<R, NV> &ledger, int64_t first, int64_t
   int32_t longest = 0;
   for (int i = 0; i < L; ++i) longest = most(longest, s.length[i]);
   if (longest + keys > s.room) return false;
+  // First all comparisons, then all candidates: keys one by one would end in a mispredicted branch each.
+  using Bits = std::conditional_t<(N > 8), uint16_t, uint8_t>;  // of one vector
+  constexpr int64_t BITS = 8 * sizeof(Bits), VECTORS = PANEL_KEYS * NV;
+  Bits found[VECTORS + 64 / BITS] = {};
   V bound[NV];
-  for (int n = 0; n < NV; ++n) bound[n] = ledger.best[n];
-  for (int64_t j = 0; j < keys; ++j) {
-    const R *x = s.x + (at + j) * L;
-    Mask<R> some[NV], any_lane = {};
+  Mask<R> number[NV];
+  for (int n = 0; n < NV; ++n) bound[n] = ledger.best[n], number[n] = bound[n] == bound[n];
+  const R *x = s.x + at * L;
+  for (int64_t j = 0; j < keys; ++j)
+#pragma GCC unroll 4
     for (int n = 0; n < NV; ++n) {
-      const V at = load(x + n * N);
+      const V each = load(x + j * L + n * N);
       // At a large score the bound may be rounded up to the best key itself. One NaN is the row's.
-      any_lane |= some[n] = ((at >= bound[n]) & (at > -INF<R>)) | ((at != at) & (bound[n] == bound[n]));
+      found[j * NV + n] = (Bits)lanes_of((Mask<R>)(~(each < bound[n]) & (each != -INF<R>) & number[n]));
     }
-    if (!any(any_lane)) continue;
-    uint64_t bits = 0;
-    for (int n = 0; n < NV; ++n) bits |= (uint64_t)lanes_of(some[n]) << (n * N);
+  for (int64_t v = 0; v < keys * NV; v += 64 / BITS) {
+    uint64_t bits;
+    memcpy(&bits, found + v, sizeof bits);
     for (; bits; bits &= bits - 1) {
-      const int i = __builtin_ctzll(bits);
+      const int bit = __builtin_ctzll(bits);
+      const int64_t place = (v + bit / BITS) * N + bit % BITS, j = place / L, i = place % L;
       const int64_t to = (int64_t)s.length[i]++ * L + i;
-      s.list[to] = x[i], s.index[to] = (int32_t)(first + j);
-      if (s.prior) s.list_prior[to] = s.prior[(at + j) * L + i];
+      s.list[to] = x[place], s.index[to] = (int32_t)(first + j);
+      if (s.prior) s.list_prior[to] = s.prior[at * L + place];
     }
   }
   return true;
@@ -452,6 +461,27 @@ void sum_list(const R *p, const R *w, const int32_t *index, int64_t step, int64_
     to[d] = a;
     if (TILT) tilt[d] = b;
   }
+}
+
+// The lists as they are when the price is known, without those that have no weight, for the backward pass.
+template <class R, int NV, class Link>
+void keep(const Problem &p, const Rows<R, NV> &rows, const Sheet<R, NV> &s, const Ledger<R, NV> &ledger, bool listed) {
+  constexpr int N = Simd<R>::N, L = N * NV;
+  const Lists<R, L> lists(p.lists, rows);
+  int64_t n = 0;
+  bool room = listed && lists.room > 0 && rows.hi <= lists.MOST_KEYS;
+  for (int i = 0; i < L && room; ++i) {
+    lists.ends()[i] = (R)n;
+    const R anchor = ledger.anchor[i / N][i % N], h = ledger.h[i / N][i % N];
+    for (int64_t k = 0; i < rows.n && k < s.length[i]; ++k) {
+      const R x = s.list[k * L + i], d = x - anchor + h;
+      if (d <= -Link::ORIGIN) continue;
+      if (!(room = n < lists.room && d == d)) break;  // a row with a NaN has it everywhere, its list has not
+      lists.keys()[n] = (R)s.index[k * L + i], lists.x()[n++] = x;
+    }
+  }
+  lists.at[0] = room ? (R)L : 0;
+  if (room) lists.ends()[L] = (R)n;
 }
 
 // From sums to results, one row at a time: statistics.py's definitions.
@@ -630,6 +660,7 @@ void attend_link(const Problem &p, const Terms &terms, const Asked &want, const 
   if constexpr (Link::PRICED)
     if (!free) {
       listed = search(p, rows, link, s, ledger, listed, 100);
+      if (p.lists) keep<R, NV, Link>(p, rows, s, ledger, listed);
       if (listed)
         weigh_link(p, want, rows, link, ledger, 0, s.index, level_lists(s), s.list, s.list_prior, w_panel);
       else

@@ -35,9 +35,10 @@ constexpr int PRIORS = 4;  // log-priors that one problem may multiply
   INT(score_variance) INT(collision) INT(support) INT(first_key_mass) INT(mass_sent) INT(cost) INT(spread)             \
   INT(peak) INT(rest)                           /* the dual as a sum: the row's anchor, and what is left (see finish) */ \
   INT(tilt) INT(tilt_log)                       /* sums of w v and of w (log p + H) by that of w: the gradient's centre */ \
+  TENSOR(lists)                                 /* [B, H, Tq, some]: where few keys have weight, which (see lists.h) */ \
   /* backward: saved outputs and incoming gradients, then results */                                                   \
   TENSOR(saved_out) TENSOR(saved_dual) TENSOR(saved_lse) TENSOR(saved_entropy) TENSOR(saved_peak) TENSOR(saved_rest)   \
-  TENSOR(saved_tilt) TENSOR(saved_tilt_log) TENSOR(saved_mass)                                                         \
+  TENSOR(saved_tilt) TENSOR(saved_tilt_log) TENSOR(saved_mass) TENSOR(saved_lists)                                     \
   TENSOR(grad_out) TENSOR(grad_lse) TENSOR(grad_entropy)                                                               \
   INT(chunks)                                   /* of keys; each has its own part of what rows accumulate */           \
   INT(dq)                                       /* [chunks, B, H, Tq, D] */                                            \

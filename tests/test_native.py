@@ -462,6 +462,46 @@ def test_links_paths(path, link):
     Linked(link, spread(5, PATHS[path], **few) | tensors, call).check()
 
 
+def kept(monkeypatch):
+    """The lists (csrc/lists.h) that forward passes keep from now on."""
+    found, forward = [], native.forward
+
+    def noted(form, names):
+        results = forward(form, names)
+        found.extend(results[name] for name in names if name == "lists")
+        return results
+
+    monkeypatch.setattr(native, "forward", noted)
+    return found
+
+
+@each_isa
+@pytest.mark.parametrize("link", ["1.3", "1.5", "2.0", "per head, near 1"])
+@pytest.mark.parametrize("sizes", [(16, 32), (16, 10), (7, 16)])
+def test_links_backward_from_lists(link, sizes, monkeypatch):
+    """Where rows have few keys these are kept for backward, pairs read where they lie or, other sizes, padded."""
+    lists = kept(monkeypatch)
+    shape = {"B": 2, "H": 2, "Hkv": 1, "Tq": 61, "Tk": 700, "D": sizes[0], "Dv": sizes[1]}
+    tensors, call = PROBLEMS[{"1.5": "causal", "2.0": "sink"}.get(link, "plain")](2, 61, 700)
+    factor = torch.linspace(4, 9, 61)
+    factor[48:] = 1e-4  # a block of rows that has no lists, in the same call
+    Linked(link, spread(5, factor, **shape) | tensors, call).check()
+    heads = torch.stack([x[:, :, [0, 48], 0] for x in lists if x.dtype == torch.float32])
+    assert (heads[..., 0] > 0).any() and (heads[..., 1] == 0).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_links_backward_from_lists_in_other_types_and_with_dropout(dtype, monkeypatch):
+    lists = kept(monkeypatch)
+    tensors = {n: t.to(dtype) for n, t in spread(5, 6.0, B=1, H=2, Hkv=1, Tq=61, Tk=700, D=16, Dv=16).items()}
+    case = Linked("1.5", tensors, dict, dropout_p=0.3)
+    found = case.run("native")
+    assert lists and (lists[0][:, :, 0, 0] > 0).all()
+    monkeypatch.setattr(native, "_may_list", lambda form: False)
+    for name, plain in case.run("native").items():
+        assert error(found[name], plain.double()) < {torch.bfloat16: 1e-2, torch.float64: 1e-12}[dtype], name
+
+
 @each_isa
 @pytest.mark.parametrize("Tq", [1, 2, 5, 8])
 @pytest.mark.parametrize("link", ["1.3", "1.5", "2.0", "per head", "fermi"])

@@ -203,6 +203,9 @@ class Form:
 SLOTS = tuple(f.name for f in dataclasses.fields(Form) if "Tensor" in str(f.type) or f.type == "Scalar")
 
 
+LIST_ROOM = 128  # numbers that a row may keep for backward about its few keys, where a backend keeps such
+
+
 def output_shapes(form: Form, names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     """The shape of the output and of each statistic."""
     assert form.query is not None and form.value is not None
@@ -211,6 +214,8 @@ def output_shapes(form: Form, names: tuple[str, ...]) -> dict[str, tuple[int, ..
     for name in names:
         if name == "out" or name == "tilt":
             shapes[name] = (*rows, form.value.shape[3])
+        elif name == "lists":
+            shapes[name] = (*rows, LIST_ROOM)
         elif name == "key_mass":
             shapes[name] = (*rows[:2], form.value.shape[2])
     return shapes

@@ -43,7 +43,7 @@ _HEAD = (
 )
 # The form's other tensors (their name in the record is the same), and outputs that a backward pass may look at.
 _TENSORS = ("score_bias", "mask", "slopes", "query_ids", "key_ids", "dropout_key", "level", "temperature", "alpha")
-_SAVED = {name: f"saved_{name}" for name in ("out", "lse", "entropy", "tilt", "tilt_log", "mass", *_PRICE)}
+_SAVED = {name: f"saved_{name}" for name in ("out", "lse", "entropy", "tilt", "tilt_log", "mass", "lists", *_PRICE)}
 # A statistic's field where its name is taken.
 _FIELDS = {"value": "free_energy", "mass": "mass_sent", "value_spread": "spread"}
 
@@ -141,7 +141,14 @@ def saved(form: Form, names: tuple[str, ...]) -> tuple[str, ...]:
     centre = ("tilt",) if form.marginal != "free" else ()
     if "entropy" in names:
         centre += ("tilt_log",) if form.marginal != "free" else ("mass",)
-    return _PRICE + centre
+    return _PRICE + centre + (("lists",) if _may_list(form) else ())
+
+
+def _may_list(form: Form) -> bool:
+    """Whether rows may have lists of their few keys, from which backward makes the plan again (csrc/lists.h)."""
+    _, _, Tq, Tk = form.shape
+    plain = form.slopes is None and not form.log_priors and form.score_bias is None and not form.softcap
+    return plain and form.family == "tsallis" and form.marginal in ("rows", "sink") and Tq >= 16 and Tk >= 512
 
 
 def _centred(form: Form) -> bool:
@@ -210,7 +217,9 @@ def forward(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
         return {name: found[name] for name in names}
     record = _record(form)
     for name, result in results.items():
-        if name != "key_mass":
+        if name == "lists":
+            record.tensor(name, result)
+        elif name != "key_mass":
             record.put(_FIELDS.get(name, name), result.data_ptr())
     if "key_mass" in names:  # the sweep makes the plan again
         for name in _PRICE:
