@@ -80,7 +80,7 @@ docs: .venv/ready  ## run every snippet of README and docs, compare the outputs 
 	@touch $@
 
 .venv/linters: .venv/ready
-	@$(PIP) --editable '.[dev]'
+	@$(PIP) ruff 'pyright[nodejs]'  # not the extra `dev`: that would build the engine again
 	@touch $@
 
 # The lock: everything resolved afresh in an empty environment; PyTorch stays where it is (edit its line to move it).

@@ -50,6 +50,7 @@ def test_torch_and_native_calls_from_several_threads():
 INTERRUPTED = """
 import os, signal, threading, time, torch, regard
 from regard.backends import native
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is born with it ignored
 torch.set_num_threads(2)
 kind = "{kind}"
 q = torch.randn(1, {heads}, {length}, 64, requires_grad=kind == "backward")
