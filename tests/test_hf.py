@@ -497,18 +497,23 @@ def test_unknown_arguments_are_refused():
 
 
 def test_models_that_bypass_the_interface_are_refused():
-    neo = hf.GPTNeoForCausalLM(
-        hf.GPTNeoConfig(
-            vocab_size=64, hidden_size=32, num_layers=2, attention_types=[[["global", "local"], 1]], num_heads=4
-        )
-    )
-    bloom = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4))
-    for model in (neo, bloom):
+    sizes = {"vocab_size": 64, "hidden_size": 32}
+    neo = hf.GPTNeoConfig(**sizes, num_layers=2, attention_types=[[["global", "local"], 1]], num_heads=4)
+    bloom = hf.BloomConfig(**sizes, n_layer=2, n_head=4)
+    for model in (hf.GPTNeoForCausalLM(neo), hf.BloomForCausalLM(bloom)):
         with pytest.raises(ValueError, match="bypasses"):
             regard.hf.check(model)
-        model.config._attn_implementation = "regard"  # as from_pretrained(attn_implementation="regard") leaves it
+        with pytest.raises(ValueError, match="bypass"):
+            model.set_attn_implementation("regard")
+        assert model(torch.zeros(1, 4, dtype=torch.long)).logits.isfinite().all()  # as it was
+        model.config._attn_implementation = "regard"  # past every check
         with pytest.raises(ValueError, match="bypass"):
             model(torch.zeros(1, 4, dtype=torch.long))
+    # one that never asks for a mask: it is refused where it is built
+    deberta = hf.DebertaV2Config(**sizes, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32)
+    with pytest.raises(ValueError, match="deberta_v2 models bypass"):
+        hf.AutoModel.from_config(deberta, attn_implementation="regard")
+    assert hf.AutoModel.from_config(deberta, attn_implementation="eager")
 
 
 def test_check_finds_the_attentions():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -289,6 +290,8 @@ class Inspection:
         }
         part = path.with_name(path.name + ".part")
         save_file(tensors, part, metadata={"regard.inspection": json.dumps(header)})
+        with part.open("rb") as written:
+            os.fsync(written.fileno())  # its content before its name, also where the power fails
         part.replace(path)
 
     @classmethod
