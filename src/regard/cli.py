@@ -125,15 +125,26 @@ def inspect(
         list[str] | None,
         typer.Option(help="End with status 1 on findings of this severity (alarm, warning, note) or rule; repeatable."),
     ] = None,
+    threshold: Annotated[
+        list[str] | None,
+        typer.Option(help="Where a rule draws its line, as in max_score=50; repeatable.", metavar="NAME=NUMBER"),
+    ] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that the checkpoint brings along.")] = False,
 ) -> None:
     """See what the attention heads of a language model do, without a Tq x Tk matrix."""
-    from .inspection.command import Refused, examine, judge, read_record
+    from .inspection.command import Refused, examine, judge, limits, read_record
 
     console, errors = Console(), Console(stderr=True)
-    asked = {"text": text, "tokens": tokens, "length": length, "limit": limit, "trust_remote_code": trust_remote_code}
+    asked: dict[str, Any] = {
+        "text": text,
+        "tokens": tokens,
+        "length": length,
+        "limit": limit,
+        "trust_remote_code": trust_remote_code,
+    }
     try:
         failing = judge(fail_on or [])
+        asked["thresholds"] = limits(threshold or [])
         for path in (out, as_json, run):
             if path is not None and path.is_dir():
                 raise Refused(f"{path}: expected a file, got a folder")

@@ -456,8 +456,8 @@ def _refuse_bypass(config: type) -> None:
     if any("Attention" in name for name in own):
         raise ValueError(
             f"attn_implementation: {module.__name__.rpartition('.')[2].removeprefix('modeling_')} models bypass "
-            f"transformers' AttentionInterface and would ignore regard; expected a model that uses it (a part that does "
-            f"not can be given another: attn_implementation={{'vision_config': 'eager', 'text_config': ...}})"
+            f"transformers' AttentionInterface and would ignore regard; expected a model that uses it (a part that "
+            f"does not can be given another: attn_implementation={{'vision_config': 'eager', 'text_config': ...}})"
         )
 
 

@@ -346,6 +346,8 @@ class _Recorder:
         problem = call["problem"] or Transport()
         plain = isinstance(problem.regularizer, KL)
         wanted = {*statistics, "max_scores", "entropy", *(("support",) if plain else ())}
+        if self.inspection.patterns and AuxRequest.all(problem).lse:
+            wanted.add("lse")
         if real is not None:
             wanted.discard("key_mass")
         out, aux = attention(**call, return_aux=AuxRequest(**dict.fromkeys(wanted, True)))
@@ -373,7 +375,7 @@ class _Recorder:
                 "normalized_entropy": torch.where(log_keys > 0, aux.entropy / log_keys, torch.nan),
             }
             if self.inspection.patterns:
-                values |= self._patterns(plan, B, H, Tq, Tk, place)
+                values |= self._patterns(plan, aux.lse, place)
             if self.views is not None and (real is not None or place.cross):
                 self.views.refuse()
             elif self.views is not None:
@@ -394,20 +396,21 @@ class _Recorder:
                 layer.add_keys(mass, by_key, place.key_bins)
         return out
 
-    def _patterns(self, plan: dict[str, Any], B: int, H: int, Tq: int, Tk: int, place: _Place) -> dict[str, Tensor]:
+    def _patterns(self, plan: dict[str, Any], lse: Tensor | None, place: _Place) -> dict[str, Tensor]:
         """Weights [B, H, Tq] on chosen keys, exactly; NaN where a query has no such key."""
         query, first = plan["query"], place.first
+        B, H, Tq, _ = query.shape
         none = torch.full((B, H, Tq), torch.nan, dtype=torch.float32, device=query.device)
-        if Tq != Tk or place.cross:  # a cache, or the keys of another sequence
+        if Tq != plan["key"].shape[2] or place.cross:  # a cache, or the keys of another sequence
             return dict.fromkeys(PATTERNS, none)
         own = torch.arange(Tq, device=query.device)
         begins = own[None] == (torch.zeros_like(own)[None] if first is None else first.to(own.device))  # [B|1, Tq]
         near = weights_at(index=torch.stack([own, (own - 1).clamp(min=0)], -1), **plan).float()
         previous = torch.where(begins[:, None], torch.nan, near[..., 1])
-        induction = self._induction(plan, none, begins)
+        induction = none if lse is None else self._induction(plan, lse, none, begins)
         return {"self_token": near[..., 0], "previous_token": previous, "induction": induction}
 
-    def _induction(self, plan: dict[str, Any], none: Tensor, begins: Tensor) -> Tensor:
+    def _induction(self, plan: dict[str, Any], lse: Tensor, none: Tensor, begins: Tensor) -> Tensor:
         """Mass on the keys that follow an earlier copy of the query's token: by token, a packing of its own."""
         ids = None
         for frame in reversed(self.frames):  # a part may be given embeddings by who was given the tokens
@@ -416,25 +419,17 @@ class _Recorder:
                 break
         problem = plan["problem"] or Transport()
         rows = isinstance(problem.marginal, Rows) and problem.marginal.relax is None and problem.marginal.mass == 1
-        if (
-            not isinstance(ids, Tensor)
-            or ids.shape != none.shape[::2]
-            or not isinstance(problem.regularizer, KL)
-            or not rows
-        ):
+        if not isinstance(ids, Tensor) or ids.shape != none.shape[::2] or not rows:
             return none
         ids = ids.to(none.device)
         before = torch.where(begins, -1, ids.roll(1, 1))  # the token before each key, in its own sequence
         copies = _narrowed(problem, Documents(ids, before))
-        value = plan["key"][..., :1]
-        request = AuxRequest(lse=True)
-        whole = attention(**plan, value=value, return_aux=request)[1].lse
         # Only keys up to the query's own: what follows a later copy is not induction.
         past = Transport(copies.regularizer, prior=_past(copies.prior), marginal=Rows(), temperature=copies.temperature)
         narrowed: dict[str, Any] = {**plan, "problem": past}
-        chosen = attention(**narrowed, value=value, return_aux=request)[1].lse
-        assert whole is not None and chosen is not None
-        return torch.where(chosen > -torch.inf, (chosen - whole).exp(), torch.nan)
+        chosen = attention(**narrowed, value=plan["key"][..., :1], return_aux=AuxRequest(lse=True))[1].lse
+        assert chosen is not None
+        return torch.where(chosen > -torch.inf, (chosen - lse).exp(), torch.nan)
 
     def _layer(self, module: nn.Module, heads: int) -> Layer:
         key = id(module)
