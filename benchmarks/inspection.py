@@ -1,6 +1,6 @@
 """What it costs to look: whole models, watched and not, each row behind a check.
 
-    python benchmarks/inspection.py [cost] [memory] [gpt-oss] [--full] [--length 2048] [--rounds 5] [--threads 2]
+    python benchmarks/inspection.py [cost] [memory] [gpt-oss] [--full] [--length 2048] [--rounds 5] [--clock cpu]
 
 cost      SmolLM2-135M, 30 layers, one sequence: its stock forward pass (sdpa), the same on regard, with every statistic
           but key_mass, and with key_mass. Goal: with statistics at most 1.10 times sdpa.
@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import argparse
 import csv
+import ctypes
 import gc
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -74,12 +76,18 @@ class Wrong(Exception):
     """Somebody computes something else: nothing is timed."""
 
 
-def take_turns(jobs: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+clock = CLOCKS["wall"]
+
+
+def take_turns(jobs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """As `measure.interleave`, for jobs that take so long that one more to warm up would be too many."""
     times: dict[str, list[float]] = {name: [] for name in jobs}
     for n in range(rounds):
-        for name, job in reversed(jobs.items()) if n % 2 else jobs.items():
-            times[name].append(measure.seconds(job))
+        for name, job in reversed(list(jobs.items())) if n % 2 else jobs.items():
+            began = clock()
+            job()
+            times[name].append(clock() - began)
     return times
 
 
@@ -185,6 +193,7 @@ def only_memory(order: str) -> None:
     job = eager if wanted["who"] == "eager" else lambda ids: regard.inspect(model, ids)
     job(ids[:, :64])  # libraries, threads
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what loading left behind is not to be used again unseen
     print(measure.peak_of(lambda: job(ids)))
 
 
@@ -199,9 +208,8 @@ def memory(lengths: list[int]) -> Iterator[Row]:
                 row.verdict = f"computed, not run: its matrices alone, {free:.0f} GiB are free"
             else:
                 order = json.dumps({"who": who, "T": T, "threads": torch.get_num_threads()})
-                environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
                 command = [sys.executable, __file__, "--memory", order]
-                done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+                done = subprocess.run(command, capture_output=True, text=True, check=True)
                 row.gib = float(done.stdout.strip().splitlines()[-1]) / 1024
                 row.verdict = "measured"
             yield row
@@ -267,6 +275,9 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="longer texts too (half an hour)")
     parser.add_argument("--length", type=int, help="this length only")
     parser.add_argument("--rounds", type=int)
+    parser.add_argument(
+        "--clock", choices=CLOCKS, default="wall", help="cpu: processor time, where others use the machine; one thread"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--memory", help=argparse.SUPPRESS)
@@ -274,7 +285,9 @@ def main() -> int:
     if options.memory:
         only_memory(options.memory)
         return 0
-    torch.set_num_threads(options.threads)
+    global clock
+    clock = CLOCKS[options.clock]
+    torch.set_num_threads(1 if options.clock == "cpu" else options.threads)  # threads that wait for others use it up
     lengths = {
         "cost": [2048, 8192] if options.full else [2048],
         "memory": [1024, 2048, 4096, 8192] if options.full else [1024, 2048],
@@ -282,7 +295,7 @@ def main() -> int:
     }
     if options.length:
         lengths = {part: [options.length] for part in PARTS}
-    about = machine()
+    about = machine() | {"clock": options.clock}
     print("\n".join(f"# {name}: {value}" for name, value in about.items()))
     print(f"{HEADING} |\n|" + "|".join("-" * (width + 2) if width else "---" for width in WIDTHS) + "|", flush=True)
     rows: list[Row] = []

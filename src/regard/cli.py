@@ -226,14 +226,15 @@ def _show_comparison(record: dict[str, Any], other: dict[str, Any], console: Con
         there = {(head["layer"], head["head"]): head["mean"] for head in other["heads"]}
         for name in ("normalized_entropy", "first_key_mass"):
             moves = [
-                (head["mean"][name] - before, head)
+                (there_mean - head["mean"][name], head)  # as in the report
                 for head in record["heads"]
                 if head["mean"].get(name) is not None
-                and (before := there[head["layer"], head["head"]].get(name)) is not None
+                and (there_mean := there[head["layer"], head["head"]].get(name)) is not None
             ]
             if moves:
                 move, head = max(moves, key=lambda pair: abs(pair[0]))
-                console.print(Text(f"{name}: largest difference {move:+.3g}, in {head['layer']}.{head['head']}"))
+                where = f"in {head['layer']}.{head['head']}"
+                console.print(Text(f"{name}: largest difference {move:+.3g} (second minus first), {where}"))
     console.print()
 
 

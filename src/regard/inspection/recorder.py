@@ -313,7 +313,7 @@ class _Recorder:
 
     def _before_part(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         arguments = dict(zip(self.parameters[id(module)], args, strict=False)) | kwargs
-        cache = arguments.get("past_key_values")
+        cache: Any = arguments.get("past_key_values")
         past = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
         self.frames.append(_Frame(module, arguments, past))
 

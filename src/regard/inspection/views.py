@@ -46,9 +46,8 @@ class Views:
         size = min(WINDOW, Tq)
         self.queries = sorted({round(i * (Tq - 1) / (QUERIES - 1)) for i in range(QUERIES)})
         self.sampled = self.queries[:: -math.ceil(len(self.queries) / PATHS)]  # from the last one
-        form, _ = _lower_plan(
-            *(plan[part] for part in ("query", "key", "attn_mask")), False, *(plan[part] for part in _HOW), None
-        )
+        how = (plan["scale"], plan["enable_gqa"], plan["problem"], plan["softcap"], None)
+        form, _ = _lower_plan(plan["query"], plan["key"], plan["attn_mask"], False, *how)
         window = _rows(form, slice(0, size), size)[1][..., :size]
         roots = (255 * window.clamp(0, 1).sqrt()).round().byte().cpu()
         windows = [base64.b64encode(bytes(head.flatten().tolist())).decode() for head in roots]
@@ -92,7 +91,6 @@ class Views:
         return found
 
 
-_HOW = ("scale", "enable_gqa", "problem", "softcap")
 _PARTS = ("windows", "keys", "weights", "entropy", "expected_score")
 
 
