@@ -18,7 +18,7 @@ under = OMP_NUM_THREADS=2 REGARD_ENGINE=$$(ls $(CURDIR)/build/$(1)/_native*.so) 
   LD_PRELOAD="$$($(CXX) -print-file-name=lib$(if $(filter address,$(1)),a,t)san.so) $$($(CXX) -print-file-name=libstdc++.so)"
 KERNELS := $(PY) -m pytest -q -x --capture=no -p no:cacheprovider tests/test_native.py
 
-.PHONY: help demo tour test fuzz sanitize bench bench-full lint format docs lock clean
+.PHONY: help demo tour test fuzz sanitize bench bench-full bench-models lint format docs lock clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -53,6 +53,9 @@ bench: .venv/peers  ## the quick benchmarks, a few minutes; each checks its resu
 
 bench-full: .venv/peers  ## every length and every peer, an hour or more; Ctrl-C keeps what was measured
 	@$(PY) benchmarks/run.py --full
+
+bench-models: .venv/peers  ## what inspection costs, and gpt-oss against eager: whole models, a few minutes
+	@$(PY) benchmarks/inspection.py
 
 lint: .venv/linters  ## ruff (rules and format) and pyright
 	.venv/bin/ruff check

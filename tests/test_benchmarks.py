@@ -12,6 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import contest
+import inspection
 import measure
 import report
 import suite
@@ -101,3 +102,23 @@ def test_results_are_written(tmp_path):
     assert "2.00 (1.20–2.80)" in page.read_text() and "reached" in page.read_text()
     tree = ElementTree.fromstring(plot.read_text())
     assert len(tree.findall(".//{http://www.w3.org/2000/svg}circle")) == 2
+
+
+def test_the_cost_of_inspection_is_judged_by_rounds():
+    times = {"sdpa": [1.0, 2.0, 4.0], "with statistics": [1.1, 2.2, 8.0]}
+    stock, watched = inspection.rows_of("case", 64, times, "sdpa")
+    assert stock.ratio is None and watched.ratio is not None and watched.ratio.middle == pytest.approx(1.1)
+    assert "1.10 (1.10–" in watched.line() and watched.line().count("|") == inspection.HEADING.count("|") + 1
+    assert inspection.matrices(8192) == pytest.approx(67.5)
+    done = []
+    inspection.take_turns({name: lambda name=name: done.append(name) for name in "ab"}, 2)
+    assert done == ["a", "b", "b", "a"]
+
+
+def test_a_wrong_gpt_oss_is_not_timed(monkeypatch):
+    rows = list(inspection.gpt_oss([48], 1))
+    assert [row.who for row in rows] == ["eager", "regard"] * 2 and "times as fast" in rows[1].verdict
+    plain = inspection.regard.hf.as_call
+    monkeypatch.setattr(inspection.regard.hf, "as_call", lambda *a, **k: plain(*a, **k) | {"scale": 0.1})
+    with pytest.raises(inspection.Wrong, match="differ"):
+        list(inspection.gpt_oss([48], 1))

@@ -146,6 +146,8 @@ def test_inspect_a_folder(run, checkpoint, tmp_path):
     # an untrained model's heads are diffuse, which is a note
     for name, status in (("diffuse", 1), ("note", 1), ("warning", 0), ("alarm", 0)):
         assert run(*arguments, "--fail-on", name).exit_code == status, name
+    assert run(*arguments, "--fail-on", "diffuse", "--threshold", "diffuse=1.5").exit_code == 0
+    assert run(*arguments, "--fail-on", "alarm", "--threshold", "max_score=0.001").exit_code == 1
     both = run(*arguments, "--compare", str(numbers), "--out", str(page))
     assert both.exit_code == 0 and page.read_text().count('"regard-inspection"') == 2
     assert "against" in both.output and "largest difference +0" in both.output
@@ -176,6 +178,9 @@ def test_inspect_says_what_is_wrong(run, checkpoint, tmp_path):
         ((folder, "--tokens", str(tmp_path / "none")), "cannot be read"),
         ((folder, "--tokens", tokens, "--text", str(words)), "expected one of them"),
         ((folder, "--tokens", tokens, "--fail-on", "boredom"), "--fail-on"),
+        ((folder, "--tokens", tokens, "--threshold", "boredom=1"), "boredom=1"),
+        ((folder, "--tokens", tokens, "--threshold", "diffuse=high"), "expected NAME=NUMBER"),
+        ((folder, "--tokens", tokens, "--threshold", "diffuse=nan"), "diffuse: expected a number"),
         ((folder, "--tokens", tokens, "--compare", tokens.replace("tokens.txt", "config.json")), "is not what"),
         ((folder, "--tokens", tokens, "--out", str(tmp_path / "no" / "page.html")), "no folder"),
     ):

@@ -1,6 +1,8 @@
 """Whole transformers models on regard: the same numbers as their stock attention gives."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -497,23 +499,63 @@ def test_unknown_arguments_are_refused():
 
 
 def test_models_that_bypass_the_interface_are_refused():
-    neo = hf.GPTNeoForCausalLM(
-        hf.GPTNeoConfig(
-            vocab_size=64, hidden_size=32, num_layers=2, attention_types=[[["global", "local"], 1]], num_heads=4
-        )
-    )
-    bloom = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4))
-    for model in (neo, bloom):
+    sizes = {"vocab_size": 64, "hidden_size": 32}
+    neo = hf.GPTNeoConfig(**sizes, num_layers=2, attention_types=[[["global", "local"], 1]], num_heads=4)
+    bloom = hf.BloomConfig(**sizes, n_layer=2, n_head=4)
+    for model in (hf.GPTNeoForCausalLM(neo), hf.BloomForCausalLM(bloom)):
         with pytest.raises(ValueError, match="bypasses"):
             regard.hf.check(model)
-        model.config._attn_implementation = "regard"  # as from_pretrained(attn_implementation="regard") leaves it
+        model.set_attn_implementation("regard")  # transformers warns, and changes nothing
+        assert model.config._attn_implementation != "regard"
+        with pytest.raises(ValueError, match="bypass"):
+            type(model)._from_config(model.config, attn_implementation="regard")
+        model.config._attn_implementation = "regard"  # past every check
         with pytest.raises(ValueError, match="bypass"):
             model(torch.zeros(1, 4, dtype=torch.long))
+    # one that never asks for a mask: it is refused where it is built
+    deberta = hf.DebertaV2Config(**sizes, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32)
+    with pytest.raises(ValueError, match="deberta_v2 models bypass"):
+        hf.AutoModel.from_config(deberta, attn_implementation="regard")
+    assert hf.AutoModel.from_config(deberta, attn_implementation="eager")
 
 
 def test_check_finds_the_attentions():
     for name, (_, _, count) in MODELS.items():
         assert len(regard.hf.check(build(name))) == count, name
+
+
+class Attack:
+    def __init__(self, harm):
+        self.harm = harm
+
+    def __reduce__(self):
+        return Path.touch, (self.harm,)
+
+
+def test_loading_runs_nothing_that_a_checkpoint_brings(tmp_path):
+    """Its own code, a pickle, an attention kernel from elsewhere."""
+    model, harm = build("llama"), tmp_path / "harm"
+    for name in ("code", "pickle", "kernel", "attention"):
+        model.save_pretrained(tmp_path / name)
+    settings = json.loads((tmp_path / "code" / "config.json").read_text())
+    mapped = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    changed = {
+        "code": {"model_type": "own", "auto_map": mapped},
+        "kernel": {"_attn_implementation": "kernels-community/flash-attn2"},
+        "attention": {"attn_implementation": "kernels-community/flash-attn2"},
+    }
+    for name, change in changed.items():
+        (tmp_path / name / "config.json").write_text(json.dumps(settings | change))
+    (tmp_path / "code" / "own.py").write_text(f"open({str(harm)!r}, 'w').close()")
+    (tmp_path / "pickle" / "model.safetensors").unlink()
+    torch.save({"model.embed_tokens.weight": Attack(harm)}, tmp_path / "pickle" / "pytorch_model.bin")
+    for name in ("code", "pickle"):
+        with pytest.raises(ValueError, match="cannot be loaded"):
+            regard.hf.load(str(tmp_path / name))
+    for name in ("kernel", "attention"):
+        loaded, tokenizer = regard.hf.load(str(tmp_path / name))
+        assert loaded.config._attn_implementation == "eager" and tokenizer is None
+    assert not harm.exists()
 
 
 # --- training and compiling -------------------------------------------------------------------------------------------

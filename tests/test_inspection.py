@@ -6,6 +6,10 @@ import itertools
 import json
 import math
 import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -335,6 +339,108 @@ def test_packed_sequences_are_counted_from_their_own_beginning():
     assert torch.allclose(packed.layers[0].rows, alone.layers[0].rows)
 
 
+# --- padding, caches, parts -------------------------------------------------------------------------------------------
+
+
+def assert_same(a, b, tolerance=1e-4):
+    """All that is kept, bin by bin."""
+    assert [layer.name for layer in a.layers] == [layer.name for layer in b.layers]
+    for x, y in zip(a.layers, b.layers, strict=True):
+        assert torch.equal(x.rows, y.rows) and torch.equal(x.counts, y.counts), x.name
+        assert torch.allclose(x.sums, y.sums, rtol=tolerance, atol=tolerance), x.name
+        assert torch.allclose(x.maxima, y.maxima, rtol=tolerance, atol=tolerance), x.name
+        n = min(len(x.key_sums), len(y.key_sums))  # a static cache has places that nobody sees
+        assert not x.key_viewers[n:].any() and not y.key_viewers[n:].any()
+        assert torch.equal(x.key_viewers[:n], y.key_viewers[:n]), x.name
+        assert torch.allclose(x.key_sums[:n], y.key_sums[:n], rtol=tolerance, atol=tolerance), x.name
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma3"])
+def test_padding_changes_nothing_whatever_the_cache(name, cache):
+    """Windows of 7 keys, 16 tokens, 4 of padding: the first key is found, and counted by those who still see it."""
+    model, ids = build(name), tokens(64, 1, 9)
+    padding = torch.zeros(1, 4, dtype=torch.long)
+    found = []
+    for pad, options in ((padding[:, :0], {}), (padding, {"cache_implementation": cache}), (padding, {})):
+        given = {"input_ids": torch.cat([pad, ids], 1), "attention_mask": torch.cat([pad, torch.ones_like(ids)], 1)}
+        with regard.watch(model, statistics=NAMES) as seen:
+            model.generate(**given, max_new_tokens=8, do_sample=False, **(options if cache == "static" else {}))
+        found.append(seen)
+    assert found[0].rows == 16
+    assert_same(found[1], found[0])
+    assert_same(found[2], found[0])
+
+
+def test_a_window_hides_the_first_key_of_a_padded_sequence():
+    model, ids = build("mistral"), tokens(64, 1, 20)
+    alone = regard.inspect(model, ids, statistics=NAMES, patterns=True)
+    for left in (3, 9):
+        padding = torch.zeros(1, left, dtype=torch.long)
+        given = {"input_ids": torch.cat([padding, ids], 1), "attention_mask": torch.cat([padding, ids * 0 + 1], 1)}
+        given["position_ids"] = (given["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+        assert_same(regard.inspect(model, given, statistics=NAMES, patterns=True), alone)
+
+
+def test_parts_that_are_called_on_their_own():
+    model, ids = build("llama"), tokens(64, 2, 20)
+    given = {"input_ids": ids, "attention_mask": padded("left")}
+    expected = regard.inspect(model, given, patterns=True)
+    with torch.no_grad(), regard.watch(model, patterns=True) as seen:
+        model.model(**given)
+    assert_same(seen, expected)
+    with torch.no_grad(), regard.watch(model) as seen:  # the tokens as embeddings, in front
+        model.model(None, given["attention_mask"], inputs_embeds=model.get_input_embeddings()(ids))
+    assert_same(seen, regard.inspect(model, given))
+
+    model, given = build("t5"), inputs_of("t5", "right")
+    expected = regard.inspect(model, given, statistics=NAMES)
+    given.pop("decoder_input_ids")
+    with torch.no_grad(), regard.watch(model, statistics=NAMES) as seen:
+        model.encoder(**given)
+    encoder = Inspection(expected.statistics, layers=expected.layers[:2])
+    assert_same(seen, encoder)
+    with regard.watch(model, statistics=NAMES) as seen:  # calls the encoder on its own, and the decoder step by step
+        model.generate(**given, max_new_tokens=4, do_sample=False)
+    assert_same(Inspection(seen.statistics, layers=seen.layers[:2]), encoder)
+    assert [int(layer.rows[:, 0].sum()) for layer in seen.layers[2:]] == [8] * 4
+
+
+def test_a_decoder_whose_tokens_are_made_inside():
+    model, given = build("t5"), inputs_of("t5", "left")
+    labels, real = given.pop("decoder_input_ids").contiguous(), padded("right", 2, 9)
+    real[0, 7:] = 0
+    inside = regard.inspect(model, given | {"labels": labels, "decoder_attention_mask": real}, patterns=True)
+    shifted = model.prepare_decoder_input_ids_from_labels(labels=labels)
+    outside = regard.inspect(
+        model, given | {"decoder_input_ids": shifted, "decoder_attention_mask": real}, patterns=True
+    )
+    assert_same(inside, outside)
+    assert [int(layer.rows[:, 0].sum()) for layer in inside.layers] == [34, 34, 16, 16, 16, 16]
+
+
+def test_a_decoder_reads_its_encoder_from_the_first_real_token():
+    """Longer than what it reads: every query sees the first key, which in a padded sequence is not key 0."""
+    model, ids, decoded = build("t5"), tokens(64, 1, 6), tokens(64, 1, 15, 1)
+    alone = regard.inspect(model, {"input_ids": ids, "decoder_input_ids": decoded}, statistics=NAMES, patterns=True)
+    for layer in alone.layers[2:]:
+        counts = layer.counts[:, layer.channels.index("first_key_mass")].sum(0)
+        assert counts.tolist() == [15] * 4
+        crossing = layer.name.endswith("EncDecAttention")
+        assert bool(layer.counts[:, layer.channels.index("self_token")].any()) != crossing
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = eager(input_ids=ids, decoder_input_ids=decoded, output_attentions=True).cross_attentions
+    for layer, p in zip((alone.layers[3], alone.layers[5]), weights, strict=True):
+        assert torch.allclose(layer.means()["first_key_mass"], p[0, :, :, 0].double().mean(-1), atol=1e-5)
+    # T5's distances do not count from the first token: padding on the left moves nothing
+    pad = torch.zeros(1, 5, dtype=torch.long)
+    given = {"input_ids": torch.cat([pad, ids], 1), "attention_mask": torch.cat([pad, ids * 0 + 1], 1)}
+    found = regard.inspect(model, given | {"decoder_input_ids": decoded}, statistics=NAMES, patterns=True)
+    assert_same(found, alone)
+
+
 # --- inputs, results, run files ---------------------------------------------------------------------------------------
 
 
@@ -499,6 +605,52 @@ def test_a_killed_run_resumes_to_the_same_numbers(tmp_path):
     run.write_bytes(b"no such thing")
     with pytest.raises(ValueError, match="path"):
         Inspection.load(run)
+
+
+KILLED = """
+import os, signal, sys, torch
+sys.path.insert(0, sys.argv[2])
+import regard, safetensors.torch
+from regard.inspection import recorder
+from test_inspection import build, tokens
+
+recorder.SAVE_EVERY = 0.0  # after every batch
+model, batches = build("gemma3"), [tokens(64, 2, 15 + n, n) for n in range(5)]
+how, count = sys.argv[3], 0
+plain = safetensors.torch.save_file
+
+def save_file(tensors, path, **options):
+    global count
+    plain(tensors, path, **options)
+    count += 1
+    if count == 3 and how == "writing":  # half a file, and no more
+        os.truncate(path, os.path.getsize(path) // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def wait(*_):
+    if count == 3:
+        print("in the fourth batch", flush=True)
+        signal.pause()
+
+safetensors.torch.save_file = save_file
+model.model.layers[1].register_forward_hook(wait)
+regard.inspect(model, batches, run=sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(("how", "batches"), [("reading", 3), ("writing", 2)])
+def test_a_run_that_is_killed_outright_resumes(tmp_path, how, batches):
+    """SIGKILL: nothing is tidied up. What was written last is whole, and continues to the same numbers."""
+    run = tmp_path / "run.safetensors"
+    command = [sys.executable, "-c", KILLED, str(run), str(Path(__file__).parent), how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        if how == "reading":
+            assert process.stdout is not None and process.stdout.readline() == "in the fourth batch\n"
+            process.kill()
+    assert process.returncode == -signal.SIGKILL
+    assert Inspection.load(run).batches == batches
+    model, inputs = build("gemma3"), [tokens(64, 2, 15 + n, n) for n in range(5)]
+    assert numbers(regard.inspect(model, inputs, run=run)) == numbers(regard.inspect(model, inputs))
 
 
 def test_progress_goes_to_the_error_stream(capsys):

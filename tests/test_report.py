@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from inspections import inspection, tiled
+from inspections import TEXT, inspection, tiled
 from regard.inspection.findings import find, verdict
 from regard.inspection.report import incomparable, to_html
 
@@ -376,6 +376,22 @@ def test_two_checkpoints_are_compared(show):
     assert red < blue
     assert page.locator("#comparison-table tbody tr").count() == len(first["statistics"])
     assert page.locator("#path path").count() == 2
+
+
+def test_texts_of_different_lengths_are_compared_as_far_as_both_go(show):
+    long, short = inspection(), inspection(text=" ".join(TEXT.split(" ")[:40]))
+    for first, second in ((long, short), (short, long)):
+        page = show(first, second)
+        assert page.locator("#position path").count() == 3  # both, and the null
+        assert ("(second) –" in page.inner_text("#position .readout")) == (first is long)
+
+
+def test_what_tells_most_comes_first(show):
+    page = show(inspection())
+    columns = page.eval_on_selector_all("#table thead button", "nodes => nodes.map(n => n.dataset.column)")
+    telling = ["entropy", "normalized_entropy", "score_variance", "first_key_mass", "max_weight", "max_scores"]
+    assert [c for c in columns if c in inspection()["statistics"]][:6] == telling
+    assert set(inspection()["statistics"]) <= set(columns)
 
 
 def test_two_that_do_not_match_say_so(show):

@@ -125,15 +125,26 @@ def inspect(
         list[str] | None,
         typer.Option(help="End with status 1 on findings of this severity (alarm, warning, note) or rule; repeatable."),
     ] = None,
+    threshold: Annotated[
+        list[str] | None,
+        typer.Option(help="Where a rule draws its line, as in max_score=50; repeatable.", metavar="NAME=NUMBER"),
+    ] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that the checkpoint brings along.")] = False,
 ) -> None:
     """See what the attention heads of a language model do, without a Tq x Tk matrix."""
-    from .inspection.command import Refused, examine, judge, read_record
+    from .inspection.command import Refused, examine, judge, limits, read_record
 
     console, errors = Console(), Console(stderr=True)
-    asked = {"text": text, "tokens": tokens, "length": length, "limit": limit, "trust_remote_code": trust_remote_code}
+    asked: dict[str, Any] = {
+        "text": text,
+        "tokens": tokens,
+        "length": length,
+        "limit": limit,
+        "trust_remote_code": trust_remote_code,
+    }
     try:
         failing = judge(fail_on or [])
+        asked["thresholds"] = limits(threshold or [])
         for path in (out, as_json, run):
             if path is not None and path.is_dir():
                 raise Refused(f"{path}: expected a file, got a folder")
@@ -215,14 +226,15 @@ def _show_comparison(record: dict[str, Any], other: dict[str, Any], console: Con
         there = {(head["layer"], head["head"]): head["mean"] for head in other["heads"]}
         for name in ("normalized_entropy", "first_key_mass"):
             moves = [
-                (head["mean"][name] - before, head)
+                (there_mean - head["mean"][name], head)  # as in the report
                 for head in record["heads"]
                 if head["mean"].get(name) is not None
-                and (before := there[head["layer"], head["head"]].get(name)) is not None
+                and (there_mean := there[head["layer"], head["head"]].get(name)) is not None
             ]
             if moves:
                 move, head = max(moves, key=lambda pair: abs(pair[0]))
-                console.print(Text(f"{name}: largest difference {move:+.3g}, in {head['layer']}.{head['head']}"))
+                where = f"in {head['layer']}.{head['head']}"
+                console.print(Text(f"{name}: largest difference {move:+.3g} (second minus first), {where}"))
     console.print()
 
 

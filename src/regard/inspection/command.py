@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .findings import RULES, SEVERITIES, check_format
+from .findings import RULES, SEVERITIES, Thresholds, check_format
 
 
 class Refused(Exception):
@@ -26,6 +27,7 @@ def examine(
     length: int,
     limit: int | None,
     trust_remote_code: bool,
+    thresholds: Thresholds,
     run: Path | None,
     say: Callable[[str], object],
 ) -> dict[str, Any]:
@@ -45,7 +47,9 @@ def examine(
         if bool(((ids < 0) | (ids >= words)).any()):
             raise Refused(f"token ids: expected 0 to {words - 1}, got {int(ids.min())} to {int(ids.max())}")
         batches = _cut(ids if limit is None else ids[:limit], min(length, limit_of_model))
-        say(f"reading {sum(len(batch) for batch in batches):,} tokens")
+        pieces = "" if len(batches) == 1 else f" in {len(batches)} sequences of at most {min(length, limit_of_model):,}"
+        whose = f", the model's limit (--length {length})" if limit_of_model < min(length, len(ids)) else ""
+        say(f"reading {sum(len(batch) for batch in batches):,} tokens{pieces}{whose}")
         inspection = inspect(model, batches, patterns=True, views=True, tokenizer=tokenizer, run=run)
     except (ValueError, NotImplementedError, OSError) as error:
         raise Refused(str(error)) from None
@@ -55,7 +59,7 @@ def examine(
         "model": name,
         "text": "our own text" if source is None else source.name,
     }
-    return inspection.record()
+    return inspection.record(thresholds)
 
 
 def _read(text: Path | None, tokens: Path | None, tokenizer: Any, name: str) -> Tensor:
@@ -98,6 +102,25 @@ def read_record(path: Path) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError) as error:
         raise Refused(f"{path} is not what regard inspect --json writes: {error}") from None
     return record
+
+
+def limits(settings: list[str]) -> Thresholds:
+    """Thresholds of which some are set, each by "name=number"."""
+    known = [field.name for field in fields(Thresholds)]
+    chosen = {}
+    for setting in settings:
+        name, _, number = setting.partition("=")
+        try:
+            if name not in known:
+                raise ValueError
+            chosen[name] = float(number)
+        except ValueError:
+            expected = f"NAME=NUMBER with a name among {', '.join(known)}"
+            raise Refused(f"--threshold: expected {expected}, got {setting!r}") from None
+    try:
+        return Thresholds(**chosen)
+    except ValueError as error:
+        raise Refused(f"--threshold: {error}") from None
 
 
 def judge(fail_on: list[str]) -> Callable[[dict[str, Any]], bool]:

@@ -8,26 +8,31 @@
 
   // --- words and numbers ---------------------------------------------------------------------------------------------
 
-  // share: from 0 to 1; zero: from 0 up; neither: the range found.
+  // What tells most comes first, here and in the table. share: from 0 to 1; zero: from 0 up; neither: the range found.
   const METRICS = {
     entropy: { label: "entropy", unit: "nats", range: "zero", about: "−Σ p log p: 0 when a query reads one key, log n when it reads all n alike." },
     normalized_entropy: { label: "entropy / log n", range: "share", about: "Entropy as a share of its maximum over the keys a query may read." },
-    kl: { label: "KL to the prior", unit: "nats", range: "zero", about: "How far the weights are from “no key is special”." },
     score_variance: { label: "score variance", range: "zero", about: "Variance of the scores under the weights: how much the entropy answers to the temperature." },
-    max_scores: { label: "largest score", about: "Largest score a query gives to a key. Above 100 training is in danger." },
-    max_weight: { label: "largest weight", range: "share", about: "Weight of the key that a query reads most." },
-    collision: { label: "Σ p²", range: "share", about: "Chance that two draws hit the same key; 1 / Σ p² is the number of keys in use." },
-    support: { label: "keys in use", unit: "keys", range: "zero", about: "Keys with a weight above zero." },
     first_key_mass: { label: "weight on the first key", range: "share", about: "The attention sink: weight parked on the first key." },
-    first_token: { label: "first-token score", range: "share", about: "Mean weight on the first token." },
-    mass: { label: "mass", range: "zero", about: "Σ p over real keys; less than 1 where a learned sink takes part." },
-    lse: { label: "log-sum-exp", about: "Log of the softmax denominator: the soft maximum of the scores." },
-    cost: { label: "transport cost", about: "−Σ p s." },
-    value_spread: { label: "value spread", range: "zero", about: "Spread of the values that are averaged: Σ p ‖v‖² − ‖o‖²." },
+    max_weight: { label: "largest weight", range: "share", about: "Weight of the key that a query reads most." },
+    max_scores: { label: "largest score", about: "Largest score a query gives to a key. Above 100 training is in danger." },
     relative_norm: { label: "output norm / layer", range: "zero", about: "Norm of the head's output relative to the mean of its layer." },
     previous_token: { label: "previous-token score", range: "share", about: "Weight on the token before the query's own." },
     self_token: { label: "own-token score", range: "share", about: "Weight on the query's own token." },
     induction: { label: "induction score", range: "share", about: "Weight on what followed earlier copies of the query's token." },
+    first_token: { label: "first-token score", range: "share", about: "Mean weight on the first token." },
+    key_mass: { label: "most-read key", range: "share", about: "Largest mean weight on a key, by its position, over the queries that see it." },
+    kl: { label: "KL to the prior", unit: "nats", range: "zero", about: "How far the weights are from “no key is special”." },
+    collision: { label: "Σ p²", range: "share", about: "Chance that two draws hit the same key; 1 / Σ p² is the number of keys in use." },
+    support: { label: "keys in use", unit: "keys", range: "zero", about: "Keys with a weight above zero." },
+    mass: { label: "mass", range: "zero", about: "Σ p over real keys; less than 1 where a learned sink takes part." },
+    value_spread: { label: "value spread", range: "zero", about: "Spread of the values that are averaged: Σ p ‖v‖² − ‖o‖²." },
+    output_norm: { label: "output norm", range: "zero", about: "Norm of what the head gives a query." },
+    cost: { label: "transport cost", about: "−Σ p s." },
+    lse: { label: "log-sum-exp", about: "Log of the softmax denominator: the soft maximum of the scores." },
+    dual: { label: "dual", about: "λ, the threshold that makes the weights of a row sum to its mass; for softmax the log-sum-exp." },
+    value: { label: "optimal value", about: "What the row's problem achieves: expected score less the price of the divergence." },
+    log_keys: { label: "log n", unit: "nats", range: "zero", about: "Log of the keys that a query may read: what the entropy would be if it read all alike." },
   };
   const metric = (name) => METRICS[name] ?? { label: name.replaceAll("_", " "), about: "" };
   const withUnit = (name) => metric(name).label + (metric(name).unit ? ` (${metric(name).unit})` : "");
@@ -94,7 +99,11 @@
   const placed = new Map((comparing ? other.heads : []).map((h, i) => [place(h), i]));
   const twinIndex = heads.map((h) => placed.get(place(h))); // the same head in the other record
   const twin = twinIndex.map((i) => other?.heads[i]);
-  const statistics = record.statistics.filter((name) => heads.some((h) => h.mean[name] !== null && h.mean[name] !== undefined));
+  const known_names = Object.keys(METRICS);
+  const rank = (name) => (known_names.indexOf(name) + 1 || known_names.length + 1);
+  const statistics = record.statistics
+    .filter((name) => heads.some((h) => h.mean[name] !== null && h.mean[name] !== undefined))
+    .sort((a, b) => rank(a) - rank(b));
   const findingsOf = heads.map(() => []);
   for (const f of record.findings) findingsOf[indexOf.get(place(f))]?.push(f);
   const grave = ["alarm", "warning", "note"];
@@ -405,24 +414,32 @@
     if ($("position-figure").hidden) return;
     const name = $("position-statistic").value;
     const bins = positions.rows.map((_, i) => i);
+    // The last bin may reach beyond the longest sequence.
+    const longest = record.provenance?.longest ?? Infinity;
+    const end = (i) => Math.max(positions.edges[i] + 1, Math.min(positions.edges[i + 1] ?? 0, longest));
     const span = (i) => {
-      const [from, to] = [positions.edges[i], positions.edges[i + 1]];
-      return to === undefined ? `${from}+` : to - from <= 1 ? `${from}` : `${from}–${to - 1}`;
+      const [from, to] = [positions.edges[i], end(i)];
+      return positions.edges[i + 1] === undefined ? `${from}+` : to - from <= 1 ? `${from}` : `${from}–${to - 1}`;
     };
     // Logarithmic in the number of keys so far: the null of a causal model is a straight line.
-    const middle = bins.map((i) => (positions.edges[i] + (positions.edges[i + 1] ?? positions.edges[i] + 1) - 1) / 2);
+    const middle = bins.map((i) => (positions.edges[i] + end(i) - 1) / 2);
     const along = (v) => (middle.at(-1) > 0 ? Math.log1p(v) / Math.log1p(middle.at(-1)) : 0.5);
     const x = middle.map(along);
     const marks = [0, 1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144].filter((v) => v <= middle.at(-1));
     const series = [{ name: comparing ? names[0] : "this head", style: "first", values: positions.values[name][state.selected] }];
-    if (comparing && sameBins()) series.push({ name: names[1], style: "second", values: other.positions.values[name]?.[twinIndex[state.selected]] ?? [] });
+    if (comparing && sameBins()) series.push({ name: names[1], style: "second", values: (other.positions.values[name]?.[twinIndex[state.selected]] ?? []).slice(0, bins.length) });
     if (name === "entropy") series.push({ name: "null: all keys alike", style: "null", dashed: true, values: positions.null_entropy[state.selected] });
     drawLines($("position"), {
       x, series, start: bins.length - 1, at: (i) => `position ${span(i)}`, xTitle: "position of the query (log scale)", yTitle: withUnit(name),
       marks: marks.filter((_, k) => marks.length < 7 || k % 2 === 0).map((v) => [along(v), String(v)]),
     });
   }
-  const sameBins = () => JSON.stringify(other.positions?.edges) === JSON.stringify(record.positions.edges);
+  // One text may be longer than the other; bins that both have must be the same.
+  const sameBins = () => {
+    const [a, b] = [record, other].map((r) => r.positions?.edges ?? []);
+    const both = Math.min(a.length, b.length);
+    return both > 1 && a.slice(0, both - 1).every((edge, i) => edge === b[i]);
+  };
 
   const PATHS = { entropy: "entropy (nats)", expected_score: "expected score" };
   function drawPath() {

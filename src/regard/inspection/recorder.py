@@ -11,13 +11,14 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..form import lower
+from ..form import Form, lower
 from ..operator import attention
 from ..parts import describe
 from ..plan import weights_at
@@ -191,13 +192,24 @@ class _Recorder:
         own = [n for module in modules.values() if isinstance(n := getattr(module, "layer_idx", None), int)]
         numbers = own if len(set(own)) == len(modules) else order  # a hybrid's layers keep their own
         self.indices = {id(module): n for module, n in zip(modules.values(), numbers, strict=True)}
-        self.configs = _configs(model)
+        self.configs = hf.configurations(*(module.config for module in model.modules() if hasattr(module, "config")))
         self.problems = {name: hf.problem_of(name) for name in {c._attn_implementation_internal for c in self.configs}}
         self.inspection = Inspection(self._statistics(statistics), self._about(), patterns=patterns)
         self.views: Views | None = None
         self.found: dict[int, Layer] = {}
-        self.arguments: dict[str, Any] = {}
-        self.forward_parameters = signatures.signature(model.forward).parameters
+        self.parameters = {
+            id(module): list(signatures.signature(module.forward).parameters) for module in self._listened()
+        }
+        self.frames: list[_Frame] = []  # calls under way, the innermost last
+        self.crossing: dict[int, bool] = {}  # of an attention: whether it reads another sequence than its own
+
+    def _listened(self) -> Iterator[nn.Module]:
+        """The model, its parts that take tokens (they may be called on their own, or with a mask made inside), and
+        its attentions."""
+        for module in self.model.modules():
+            takes = signatures.signature(module.forward).parameters.keys() & _INPUTS
+            if module is self.model or takes or id(module) in self.indices:
+                yield module
 
     def _statistics(self, wanted: Iterable[str] | None) -> tuple[str, ...]:
         if wanted is None:
@@ -260,16 +272,19 @@ class _Recorder:
         if any(str(name).startswith("regard-watch-") for _, name in before):
             raise RuntimeError("model: expected one that is not watched already")
         ours: dict[str | None, str] = {}
-        hooks = (
-            self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            self.model.register_forward_hook(self._after_forward, always_call=True),
-        )
+        hooks: list[Any] = []
         try:
             for name, problem in self.problems.items():
                 ours[name] = f"regard-watch-{next(_watchers)}"
                 self.hf.install(ours[name], self._attention_function(problem))
             for config, name in before:
                 config._attn_implementation_internal = ours[name]
+            for module in self._listened():
+                if id(module) in self.indices:
+                    hooks.append(module.register_forward_pre_hook(self._before_attention, with_kwargs=True))
+                else:
+                    hooks.append(module.register_forward_pre_hook(self._before_part, with_kwargs=True))
+                    hooks.append(module.register_forward_hook(self._after_part, always_call=True))
             yield
         finally:
             for config, name in before:
@@ -278,14 +293,14 @@ class _Recorder:
                 self.hf.remove(name)
             for hook in hooks:
                 hook.remove()
-            self.arguments = {}
+            self.frames.clear()
 
     def forward(self, batch: dict[str, Any]) -> None:
         """One pass; one that fails in the middle leaves no trace."""
         device = next(self.model.parameters()).device
         batch = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
         for name, value in (("use_cache", False), ("logits_to_keep", 1)):  # nobody reads what they would keep
-            if name in self.forward_parameters and "labels" not in batch:
+            if name in self.parameters[id(self.model)] and "labels" not in batch:
                 batch.setdefault(name, value)
         before = [layer.copy() for layer in self.inspection.layers]
         try:
@@ -296,12 +311,19 @@ class _Recorder:
             self.found = {key: names[layer.name] for key, layer in self.found.items() if layer.name in names}
             raise
 
-    def _before_forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        bound = dict(zip(self.forward_parameters, args, strict=False))
-        self.arguments = bound | kwargs
+    def _before_part(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        arguments = dict(zip(self.parameters[id(module)], args, strict=False)) | kwargs
+        cache: Any = arguments.get("past_key_values")
+        past = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
+        self.frames.append(_Frame(module, arguments, past))
 
-    def _after_forward(self, *_: Any) -> None:
-        self.arguments = {}
+    def _after_part(self, module: nn.Module, *_: Any) -> None:
+        while self.frames and self.frames.pop().module is not module:
+            pass  # what an exception left behind
+
+    def _before_attention(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        arguments = dict(zip(self.parameters[id(module)], args, strict=False)) | kwargs
+        self.crossing[id(module)] = any(arguments.get(name) is not None for name in _OTHERS)
 
     def _attention_function(self, problem: Transport | None) -> Callable[..., tuple[Tensor, None]]:
         @torch.compiler.disable
@@ -318,10 +340,14 @@ class _Recorder:
         statistics = self.inspection.statistics
         B, H, Tq, _ = call["query"].shape
         Tk = call["key"].shape[2]
-        real, positions, key_positions, first = self._positions(module, B, Tq, Tk, position_ids)
+        place = self._place(module, B, Tq, Tk, position_ids)
+        real = None if place.real is None else place.real.to(call["query"].device)
+        first = place.first
         problem = call["problem"] or Transport()
         plain = isinstance(problem.regularizer, KL)
         wanted = {*statistics, "max_scores", "entropy", *(("support",) if plain else ())}
+        if self.inspection.patterns and AuxRequest.all(problem).lse:
+            wanted.add("lse")
         if real is not None:
             wanted.discard("key_mass")
         out, aux = attention(**call, return_aux=AuxRequest(**dict.fromkeys(wanted, True)))
@@ -336,29 +362,29 @@ class _Recorder:
             sink = isinstance(problem.marginal, Rows) and problem.marginal.sink is not None
             log_keys = (keys + sink).clamp(min=1).log().expand(B, H, Tq)
             values = {name: getattr(aux, name) for name in statistics if name != "key_mass"}
-            if first is not None and "first_key_mass" in statistics:  # a sequence that does not begin at key 0
-                index = first[:, None, :, None].to(call["query"].device)
-                values["first_key_mass"] = weights_at(index=index, **{name: call[name] for name in _PLAN}).squeeze(-1)
+            plan = {name: call[name] for name in _PLAN}
+            if "first_key_mass" in statistics:
+                if first is not None:  # a sequence that does not begin at key 0
+                    index = first.clamp(min=0)[:, None, :, None].to(call["query"].device)
+                    values["first_key_mass"] = weights_at(index=index, **plan).squeeze(-1)
+                seen = _sees_first(lower(**call), first)
+                values["first_key_mass"] = torch.where(seen, values["first_key_mass"], torch.nan)
             values |= {
                 "output_norm": out.float().norm(dim=-1),
                 "log_keys": log_keys,
                 "normalized_entropy": torch.where(log_keys > 0, aux.entropy / log_keys, torch.nan),
             }
-            plan = {name: call[name] for name in _PLAN}
             if self.inspection.patterns:
-                values |= self._patterns(plan, B, H, Tq, Tk, first)
-            if self.views is not None and real is not None:
+                values |= self._patterns(plan, aux.lse, place)
+            if self.views is not None and (real is not None or place.cross):
                 self.views.refuse()
             elif self.views is not None:
                 self.views.add(self.names.get(id(module), type(module).__name__), call, plan)
-            if "first_key_mass" in statistics:
-                seen = self._sees_first(call, first, positions, Tk)
-                values["first_key_mass"] = torch.where(seen, values["first_key_mass"], torch.nan)
             valid = aux.max_scores > -torch.inf
             if real is not None:
                 valid = valid & real[:, None]
             layer = self._layer(module, H)
-            layer.add(values, valid, position_bins(positions))
+            layer.add(values, valid, place.bins)
             if "key_mass" in statistics:
                 mass = aux.key_mass
                 if mass is None:  # again, without the queries that are padding
@@ -367,60 +393,43 @@ class _Recorder:
                     call["problem"] = _narrowed(problem, readers)
                     mass = attention(**call, return_aux=AuxRequest(key_mass=True))[1].key_mass
                 assert mass is not None and by_key is not None
-                layer.add_keys(mass, by_key, position_bins(key_positions))
+                layer.add_keys(mass, by_key, place.key_bins)
         return out
 
-    def _patterns(
-        self, plan: dict[str, Any], B: int, H: int, Tq: int, Tk: int, first: Tensor | None
-    ) -> dict[str, Tensor]:
+    def _patterns(self, plan: dict[str, Any], lse: Tensor | None, place: _Place) -> dict[str, Tensor]:
         """Weights [B, H, Tq] on chosen keys, exactly; NaN where a query has no such key."""
-        query = plan["query"]
+        query, first = plan["query"], place.first
+        B, H, Tq, _ = query.shape
         none = torch.full((B, H, Tq), torch.nan, dtype=torch.float32, device=query.device)
-        two = bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
-        if Tq != Tk or two:  # a cache, or perhaps the keys of another sequence
+        if Tq != plan["key"].shape[2] or place.cross:  # a cache, or the keys of another sequence
             return dict.fromkeys(PATTERNS, none)
         own = torch.arange(Tq, device=query.device)
         begins = own[None] == (torch.zeros_like(own)[None] if first is None else first.to(own.device))  # [B|1, Tq]
         near = weights_at(index=torch.stack([own, (own - 1).clamp(min=0)], -1), **plan).float()
         previous = torch.where(begins[:, None], torch.nan, near[..., 1])
-        induction = self._induction(plan, none, begins)
+        induction = none if lse is None else self._induction(plan, lse, none, begins)
         return {"self_token": near[..., 0], "previous_token": previous, "induction": induction}
 
-    def _induction(self, plan: dict[str, Any], none: Tensor, begins: Tensor) -> Tensor:
+    def _induction(self, plan: dict[str, Any], lse: Tensor, none: Tensor, begins: Tensor) -> Tensor:
         """Mass on the keys that follow an earlier copy of the query's token: by token, a packing of its own."""
-        ids = self.arguments.get("input_ids")
+        ids = None
+        for frame in reversed(self.frames):  # a part may be given embeddings by who was given the tokens
+            ids = frame.arguments.get("input_ids")
+            if ids is not None or frame.arguments.get("encoder_hidden_states") is not None:
+                break
         problem = plan["problem"] or Transport()
         rows = isinstance(problem.marginal, Rows) and problem.marginal.relax is None and problem.marginal.mass == 1
-        if (
-            not isinstance(ids, Tensor)
-            or ids.shape != none.shape[::2]
-            or not isinstance(problem.regularizer, KL)
-            or not rows
-        ):
+        if not isinstance(ids, Tensor) or ids.shape != none.shape[::2] or not rows:
             return none
         ids = ids.to(none.device)
         before = torch.where(begins, -1, ids.roll(1, 1))  # the token before each key, in its own sequence
         copies = _narrowed(problem, Documents(ids, before))
-        value = plan["key"][..., :1]
-        request = AuxRequest(lse=True)
-        whole = attention(**plan, value=value, return_aux=request)[1].lse
         # Only keys up to the query's own: what follows a later copy is not induction.
         past = Transport(copies.regularizer, prior=_past(copies.prior), marginal=Rows(), temperature=copies.temperature)
         narrowed: dict[str, Any] = {**plan, "problem": past}
-        chosen = attention(**narrowed, value=value, return_aux=request)[1].lse
-        assert whole is not None and chosen is not None
-        return torch.where(chosen > -torch.inf, (chosen - whole).exp(), torch.nan)
-
-    def _sees_first(self, call: dict[str, Any], first: Tensor | None, positions: Tensor, Tk: int) -> Tensor:
-        """Which queries may read the first key of their sequence (broadcasts to [B, H, Tq]): not those that a window
-        keeps from it, nor those whose cache has dropped it."""
-        kept = (positions < Tk)[:, None].to(call["query"].device)
-        if first is not None:
-            return kept
-        form = lower(**call)
-        B, H, Tq, _ = form.shape
-        mask = form.cut(slice(0, B), slice(0, H), slice(0, Tq), slice(0, 1)).admissible(Tq, 1, kept.device)
-        return kept if mask is None else kept & mask.expand(*mask.shape[:-1], 1).squeeze(-1)
+        chosen = attention(**narrowed, value=plan["key"][..., :1], return_aux=AuxRequest(lse=True))[1].lse
+        assert chosen is not None
+        return torch.where(chosen > -torch.inf, (chosen - lse).exp(), torch.nan)
 
     def _layer(self, module: nn.Module, heads: int) -> Layer:
         key = id(module)
@@ -434,59 +443,118 @@ class _Recorder:
             self.inspection.layers.sort(key=lambda layer: order.get(layer.name, len(order)))
         return self.found[key]
 
-    def _positions(
-        self, module: nn.Module, B: int, Tq: int, Tk: int, position_ids: object
-    ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
-        """Which queries are not padding ([B, Tq]; None: all), where queries and keys stand in their sequence
-        ([B|1, T]), and the key at which each query's sequence begins ([B|1, Tq]; None: key 0)."""
-        decoder = "decoder" in self.names.get(id(module), "").split(".")
-        both = bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
-        prefix = "decoder_" if both and decoder else ""
-        mask, tokens = self.arguments.get(f"{prefix}attention_mask"), self.arguments.get(f"{prefix}input_ids")
-        if tokens is None:
-            tokens = self.arguments.get(f"{prefix}inputs_embeds")
-        keys = torch.arange(Tk)[None]
-        if (
-            isinstance(mask, Tensor)
-            and isinstance(tokens, Tensor)
-            and mask.dim() == 2
-            and tokens.shape[1] == Tq <= mask.shape[1]
-            and mask.shape[0] == B
-            and not bool(mask.bool().all())
-        ):
-            mask = mask.bool()
-            standing = (mask.cumsum(-1) - 1).clamp(min=0).cpu()
-            if mask.shape[1] != Tk or (both and decoder):  # other keys than the mask's
-                return mask[:, -Tq:], standing[:, -Tq:], keys, None
-            first = mask.long().argmax(-1, keepdim=True).expand(B, Tq)
-            return mask[:, -Tq:], standing[:, -Tq:], standing, first if bool(first.any()) else None
-        if isinstance(position_ids, Tensor) and position_ids.dim() == 2 and position_ids.shape[1] == Tq:
+    def _place(self, module: nn.Module, B: int, Tq: int, Tk: int, position_ids: object) -> _Place:
+        """Where an attention's queries and keys stand; layers of one call share it."""
+        frame = self.frames[-1] if self.frames else _Frame(self.model, {})
+        cross = self.crossing.get(id(module), False)
+        key = (B, Tq, Tk, cross)
+        if key not in frame.places:
+            if position_ids is None:
+                position_ids = frame.arguments.get("position_ids")
+            frame.places[key] = self._find_place(frame, B, Tq, Tk, cross, position_ids)
+        return frame.places[key]
+
+    def _find_place(self, frame: _Frame, B: int, Tq: int, Tk: int, cross: bool, position_ids: object) -> _Place:
+        mask = self._padding()
+        past = frame.past
+        gone = 0 if cross else max(0, past + Tq - Tk)  # keys that the cache of a window has dropped
+        real, key_positions = None, torch.arange(gone, gone + Tk)[None]
+        first = torch.full((1, Tq), -1) if gone else None
+        if mask is not None and mask.shape[0] == B and past + Tq <= mask.shape[1] and not bool(mask.all()):
+            standing = (mask.cumsum(-1) - 1).clamp(min=0)
+            real, positions = mask[:, past : past + Tq], standing[:, past : past + Tq]
+            if not cross:
+                begin = mask.long().argmax(-1, keepdim=True) - gone
+                first = begin.expand(B, Tq) if bool(begin.any()) else None
+                key_positions = (key_positions - mask.long().argmax(-1, keepdim=True)).clamp(min=0)
+                known = standing[:, gone : gone + Tk]
+                key_positions[:, : known.shape[1]] = known
+        elif isinstance(position_ids, Tensor) and position_ids.dim() == 2 and position_ids.shape[1] == Tq:
+            # Packed sequences, or padding that is spelled out in a larger mask: they count from their own beginning.
             positions = position_ids.cpu()
-            first = torch.arange(Tq) - positions
-            packed = Tq == Tk and not both and bool((first != 0).any()) and bool((first >= 0).all())
-            return None, positions, positions if packed else keys, first if packed else None
-        begin = Tk - Tq if Tk > Tq and getattr(module, "is_causal", False) else 0
-        return None, torch.arange(begin, begin + Tq)[None], keys, None
+            begin = (torch.arange(past, past + Tq) - positions).clamp(min=0)
+            if not cross and bool(begin.any()):
+                first = begin - gone
+                key_positions = positions if Tq == Tk else (key_positions - begin[:, -1:]).clamp(min=0)
+        else:
+            positions = torch.arange(past, past + Tq)[None]
+        theirs = frame.arguments.get("encoder_attention_mask")
+        if cross and isinstance(theirs, Tensor) and theirs.shape == (B, Tk):
+            theirs = theirs.bool().cpu()
+            key_positions = (theirs.cumsum(-1) - 1).clamp(min=0)
+            begin = theirs.long().argmax(-1, keepdim=True)
+            first = begin.expand(B, Tq) if bool(begin.any()) else None
+        return _Place(cross, real, first, position_bins(positions), position_bins(key_positions))
+
+    def _padding(self) -> Tensor | None:
+        """Which tokens of the innermost call are real, [B, T]; None: all, or nobody says."""
+        for frame in reversed(self.frames):
+            mask, tokens = frame.arguments.get("attention_mask"), frame.arguments.get("input_ids")
+            tokens = frame.arguments.get("inputs_embeds") if tokens is None else tokens
+            if mask is None or tokens is None:
+                return None
+            if isinstance(mask, Tensor) and mask.dim() == 2:
+                return mask.bool().cpu()
+            # else it was spelled out by who called this part, and knows the tokens' own
+        return None
+
+
+_INPUTS = frozenset(("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values"))
+_OTHERS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")  # keys are made of these
+
+
+@dataclass(eq=False)
+class _Place:
+    """Where the queries and keys of an attention stand."""
+
+    cross: bool  # the keys are of another sequence
+    real: Tensor | None  # queries that are not padding, [B, Tq]; None: all
+    first: Tensor | None  # the key at which each query's sequence begins, [B|1, Tq] (below 0: gone); None: key 0
+    bins: Tensor  # of the queries' positions, [B|1, Tq]
+    key_bins: Tensor  # of the keys', [B|1, Tk]
+
+
+@dataclass(eq=False)
+class _Frame:
+    """A call under way: of the model, or of a part that takes tokens."""
+
+    module: nn.Module
+    arguments: dict[str, Any]
+    past: int = 0  # tokens that its cache held before
+    places: dict[tuple[int, int, int, bool], _Place] = field(default_factory=dict)
 
 
 _PLAN = ("query", "key", "attn_mask", "scale", "enable_gqa", "problem", "softcap")  # what makes a plan
 
 
-def _configs(model: nn.Module) -> list[Any]:
-    """The model's configurations that name an attention implementation, each once."""
-    found: dict[int, Any] = {}
-    waiting: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
-    while waiting:
-        config = waiting.pop()
-        if id(config) not in found and hasattr(config, "_attn_implementation_internal"):
-            found[id(config)] = config
-            waiting += [sub for name in config.sub_configs if (sub := getattr(config, name, None)) is not None]
-    return list(found.values())
-
-
 def _narrowed(problem: Transport, prior: Documents) -> Transport:
     prior_ = prior if problem.prior is None else problem.prior * prior
     return Transport(problem.regularizer, prior=prior_, marginal=problem.marginal, temperature=problem.temperature)
+
+
+def _sees_first(form: Form, first: Tensor | None) -> Tensor:
+    """Which queries may read the first key of their sequence (broadcasts to [B, H, Tq]): not those that a window keeps
+    from it, nor those whose cache has dropped it."""
+    B, H, Tq, _ = form.shape
+    assert form.query is not None
+    device = form.query.device
+    if first is None:
+        mask = form.cut(slice(0, B), slice(0, H), slice(0, Tq), slice(0, 1)).admissible(Tq, 1, device)
+        return (
+            torch.ones(Tq, dtype=torch.bool, device=device)
+            if mask is None
+            else mask.expand(*mask.shape[:-2], Tq, 1)[..., 0]
+        )
+    seen = torch.zeros(B, H, Tq, dtype=torch.bool, device=device)
+    for b, row in enumerate(first.expand(B, Tq)):
+        keys, lengths = row.unique_consecutive(return_counts=True)
+        stops = lengths.cumsum(0).tolist()
+        for key, start, stop in zip(keys.tolist(), [0, *stops], stops, strict=False):
+            if key >= 0:
+                block = form.cut(slice(b, b + 1), slice(0, H), slice(start, stop), slice(key, key + 1))
+                mask = block.admissible(stop - start, 1, device)
+                seen[b, :, start:stop] = True if mask is None else mask.expand(1, H, stop - start, 1)[0, ..., 0]
+    return seen
 
 
 def _past(prior: Prior | None) -> Prior:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -195,7 +196,7 @@ class Inspection:
         tail = ("max_scores_max",) if "max_scores" in self.statistics else ()
         return pandas.DataFrame(records, columns=["layer", "head", *self.columns, *tail])
 
-    def record(self) -> dict[str, Any]:
+    def record(self, thresholds: Thresholds | None = None) -> dict[str, Any]:
         """Everything that the report shows, as plain numbers, lists and strings; what is not a number is None."""
         bins = max((len(layer.rows) for layer in self.layers), default=0)
         heads, null, profiles = [], [], {name: [] for name in PROFILES if name in self.columns}
@@ -230,21 +231,21 @@ class Inspection:
             },
             **self.views,
         }
-        return record | {"findings": [found.to_dict() for found in find(record)]}
+        return record | {"findings": [found.to_dict() for found in find(record, thresholds)]}
 
-    def to_json(self) -> str:
+    def to_json(self, thresholds: Thresholds | None = None) -> str:
         """`record()` as JSON."""
-        return json.dumps(self.record(), allow_nan=False)
+        return json.dumps(self.record(thresholds), allow_nan=False)
 
     def findings(self, thresholds: Thresholds | None = None) -> list[Finding]:
         """What the named rules say of the heads, gravest first."""
         return find(self.record(), thresholds)
 
-    def to_html(self, other: Inspection | None = None) -> str:
+    def to_html(self, other: Inspection | None = None, thresholds: Thresholds | None = None) -> str:
         """The report: one page that needs nothing else, comparing this inspection with another if given."""
         from .report import to_html
 
-        return to_html(self.record(), None if other is None else other.record())
+        return to_html(self.record(thresholds), None if other is None else other.record(thresholds))
 
     def summary(self) -> str:
         """A few lines for a terminal: each layer's means over its heads, and the extremes."""
@@ -289,6 +290,8 @@ class Inspection:
         }
         part = path.with_name(path.name + ".part")
         save_file(tensors, part, metadata={"regard.inspection": json.dumps(header)})
+        with part.open("rb") as written:
+            os.fsync(written.fileno())  # its content before its name, also where the power fails
         part.replace(path)
 
     @classmethod

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..backends import torch as definition
-from ..form import lower
-from ..plan import path, topk, weights_at
+from ..form import Form, lower
+from ..plan import _lower_plan, path
 from ..problem import Bias, Budget, Transport
 from .result import _numbers
 
@@ -46,11 +46,17 @@ class Views:
         size = min(WINDOW, Tq)
         self.queries = sorted({round(i * (Tq - 1) / (QUERIES - 1)) for i in range(QUERIES)})
         self.sampled = self.queries[:: -math.ceil(len(self.queries) / PATHS)]  # from the last one
-        chosen = torch.tensor(self.queries)
-        window = weights_at(index=torch.arange(size, device=call["key"].device), **plan)[0, :, :size]
+        how = (plan["scale"], plan["enable_gqa"], plan["problem"], plan["softcap"], None)
+        form, _ = _lower_plan(plan["query"], plan["key"], plan["attn_mask"], False, *how)
+        window = _rows(form, slice(0, size), size)[1][..., :size]
         roots = (255 * window.clamp(0, 1).sqrt()).round().byte().cpu()
         windows = [base64.b64encode(bytes(head.flatten().tolist())).decode() for head in roots]
-        weights, keys = (found[0][:, chosen].cpu() for found in topk(n=min(TOP, Tk), **plan))
+        found = []
+        for i in self.queries:  # alone: topk of the whole plan would be a pass over all of it
+            start, row = _rows(form, slice(i, i + 1), min(TOP, Tk))
+            best, index = row[:, 0].topk(min(TOP, Tk))
+            found.append((best.cpu(), index.cpu() + start))
+        weights, keys = (torch.stack(part, 1) for part in zip(*found, strict=True))  # [H, queries, n]
         shares = [[[float(f"{w:.4g}") for w in row] for row in head] for head in weights.tolist()]
         self.layers[name] = {"windows": windows, "keys": keys.tolist(), "weights": shares}
         along = _along(call, self.sampled)
@@ -86,6 +92,16 @@ class Views:
 
 
 _PARTS = ("windows", "keys", "weights", "entropy", "expected_score")
+
+
+def _rows(form: Form, queries: slice, least: int) -> tuple[int, Tensor]:
+    """The weights [H, n, keys] of the first sequence's queries, over the keys they reach (and at least so many), and
+    the first of those keys."""
+    H, Tk = form.shape[1], form.shape[3]
+    reach = form.key_range(queries)
+    start = max(0, min(reach.start, Tk - least))
+    block = form.cut(slice(0, 1), slice(0, H), queries, slice(start, max(reach.stop, start + least)))
+    return start, definition.attend(block, ("weights",))["weights"][0]
 
 
 def _along(call: dict[str, Any], queries: list[int]) -> tuple[list[Any], list[Any]] | None:
