@@ -324,7 +324,7 @@ class _Recorder:
         wanted = {*statistics, "max_scores", "entropy", *(("support",) if plain else ())}
         if real is not None:
             wanted.discard("key_mass")
-        out, aux = attention(**call, return_aux=AuxRequest(**dict.fromkeys(wanted, True)))
+        out, aux = self.hf.attend(module, call, AuxRequest(**dict.fromkeys(wanted, True)))
         if torch._C._current_graph_task_id() != -1:  # in backward: checkpointing repeats a pass, recorded before
             return out
         with torch.no_grad():
