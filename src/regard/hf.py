@@ -131,11 +131,13 @@ def attend(module: nn.Module, call: dict[str, Any], request: AuxRequest | None =
         return attention(**call, return_aux=request)
     problem = call["problem"] or Transport()
     without = Transport(problem.regularizer, prior=problem.prior, temperature=problem.temperature)
-    out, aux = attention(**call | {"problem": without}, return_aux=AuxRequest(lse=True))
+    without_null: dict[str, Any] = {**call, "problem": without}
+    out, aux = attention(**without_null, return_aux=AuxRequest(lse=True))
     assert aux.lse is not None and not isinstance(problem.temperature, Budget)
     out = (out * retrofit.kept(aux.lse, problem.temperature).unsqueeze(-1)).to(out.dtype)
     if request != AuxRequest():  # of the plan with the null key; statistics are of the plan before dropout
-        _, aux = attention(**call | {"dropout_p": 0.0}, return_aux=request)
+        whole: dict[str, Any] = {**call, "dropout_p": 0.0}
+        _, aux = attention(**whole, return_aux=request)
     return out, aux
 
 
