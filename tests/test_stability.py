@@ -1,6 +1,9 @@
 """QK-clip on each architecture, the floor under the entropy, and a run that collapses without it."""
 
+import importlib.util
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -221,6 +224,26 @@ def test_what_the_floor_does_not_take():
         entropy_floor(entropy, 2.0, power=0.0)
     with pytest.raises(TypeError, match="rows: expected a bool tensor"):
         entropy_floor(entropy, 2.0, rows=entropy)
+
+
+# --- a run that collapses ---------------------------------------------------------------------------------------------
+
+
+def test_the_floor_holds_a_run_that_otherwise_collapses():
+    """examples/entropy_floor.py, shorter: no scale, a high learning rate, the same seed and batches."""
+    path = Path(__file__).resolve().parent.parent / "examples" / "entropy_floor.py"
+    spec = importlib.util.spec_from_file_location("entropy_floor_example", path)
+    example = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = example  # where its dataclass looks for its names
+    spec.loader.exec_module(example)
+    alone, held = (example.train(floor, 1.0, 150) for floor in (None, 0.3))
+    assert alone[0] == held[0]  # one beginning
+    first, last, last_held = alone[:5], alone[-20:], held[-20:]
+    share, loss = (lambda run, name=name: example.mean(run, name) for name in ("least", "loss"))
+    assert share(first) > 0.25 and share(last) < 0.1  # it collapses ...
+    assert min(record.least for record in held[30:]) > 0.3  # ... and is held
+    assert loss(last_held) < loss(last) - 0.15
+    assert example.mean(last, "score") > 100 > 25 > example.mean(last_held, "score")
 
 
 # --- of a transformers model ------------------------------------------------------------------------------------------
