@@ -35,7 +35,7 @@ from .nn.retrofit import PARAMETERS, Retrofit
 from .nn.stability import entropy_floor
 from .operator import attention
 from .parts import describe
-from .problem import ALiBi, Alignment, Bias, Budget, Causal, Documents, Prior, Rows, Transport, Window
+from .problem import ALiBi, Bias, Budget, Causal, Documents, Prior, Rows, Transport, Window
 from .regularizers import KL
 from .statistics import AuxOutput, AuxRequest
 
@@ -176,7 +176,6 @@ def as_call(
     retrofit = _retrofit_of(module)
     Tq, Tk = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    alignment: Alignment = "bottom_right"
     factors: list[Prior] = []
     mask: Tensor | None = None
     if attention_mask is None:
@@ -189,7 +188,6 @@ def as_call(
             factors.append(Window(sliding_window - 1, right, "bottom_right" if Tq != Tk else None))
     elif isinstance(attention_mask, StructuredMask) and attention_mask.fits(Tq, Tk):
         factors, Tk = attention_mask.priors()
-        alignment = "top_left" if attention_mask.offset == 0 else "bottom_right"
     else:
         mask = attention_mask.dense() if isinstance(attention_mask, StructuredMask) else attention_mask
         if mask.dtype != torch.bool:
@@ -198,7 +196,7 @@ def as_call(
         key, value = key[:, :, :Tk], value[:, :, :Tk]
         position_bias = position_bias[..., :Tk] if position_bias is not None else None
     if retrofit is not None and retrofit.slopes is not None:
-        factors.append(_distance(retrofit.slopes, Tq, Tk, alignment, mask, bool(causal)))
+        factors.append(_distance(retrofit.slopes, Tq, Tk, mask, bool(causal)))
     if position_bias is not None:
         if mask is None:
             mask = position_bias
@@ -261,7 +259,7 @@ def _plain_rows(problem: Transport) -> bool:
     return isinstance(rows, Rows) and rows.mass == 1 and rows.sink is None and rows.relax is None
 
 
-def _distance(slopes: Tensor, Tq: int, Tk: int, alignment: Alignment, mask: Tensor | None, causal: bool) -> Prior:
+def _distance(slopes: Tensor, Tq: int, Tk: int, mask: Tensor | None, causal: bool) -> Prior:
     """log pi = -slope * distance, between places in one sequence."""
     if Tq == Tk:
         return ALiBi(slopes)
@@ -270,8 +268,8 @@ def _distance(slopes: Tensor, Tq: int, Tk: int, alignment: Alignment, mask: Tens
             f'learn: expected queries and keys of one sequence for "bias", got {Tq} queries and {Tk} keys that are not '
             f"causal"
         )
-    if mask is None:
-        return ALiBi(slopes, alignment)
+    if mask is None:  # a cache, of which no key behind the last query is left
+        return ALiBi(slopes, "bottom_right")
     # One step with a mask spelled out, or a static cache under torch.compile: the last key that a query may read is
     # its own.
     allowed = mask if mask.dtype == torch.bool else mask > -math.inf
