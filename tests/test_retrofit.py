@@ -442,6 +442,15 @@ def test_only_retrofitted_checkpoints_are_loaded(tmp_path):
         regard.hf.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="attn_implementation: expected to be left out"):
         regard.hf.from_pretrained(tmp_path, attn_implementation="sdpa")
+    retrofitted("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for changed, message in (
+        ({"architectures": ["pipeline"]}, "name: expected a checkpoint of one of transformers' own models"),
+        ({"regard_retrofit": ["heat"]}, "learn: expected some of"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | changed))
+        with pytest.raises(ValueError, match=message):
+            regard.hf.from_pretrained(tmp_path)
 
 
 # --- beside the rest --------------------------------------------------------------------------------------------------

@@ -628,7 +628,7 @@ def from_pretrained(name: str | Path, **options: Any) -> Any:
         )
     learn = _checked(learn)
     kind: Any = getattr(transformers, (config.architectures or [""])[0], None)
-    if kind is None:
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         raise ValueError(f"name: expected a checkpoint of one of transformers' own models, got {config.architectures}")
 
     # Transformers builds the model before it reads the weights: what it builds must have room for ours.
@@ -663,6 +663,7 @@ def _attach(model: nn.Module, learn: tuple[str, ...]) -> None:
     found = check(model)
     if "bias" in learn and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError('learn: expected no "bias" for an encoder-decoder, between whose sequences is no distance')
+    heads = {where: _heads(where, module) for where, module in found.items()}
     name = register()
     for config in _configurations(model):
         setattr(config, RECORD, list(learn))
@@ -671,7 +672,7 @@ def _attach(model: nn.Module, learn: tuple[str, ...]) -> None:
     for where, module in found.items():
         like = next((p for p in module.parameters() if p.is_floating_point()), None)
         dtype, device = (None, None) if like is None else (like.dtype, like.device)
-        module.retrofit = Retrofit(_heads(where, module), learn, dtype=dtype, device=device)
+        module.retrofit = Retrofit(heads[where], learn, dtype=dtype, device=device)
         module.register_forward_pre_hook(_refuse_others)
 
 
@@ -757,11 +758,11 @@ def entropies(model: nn.Module) -> Iterator[Entropies]:
     The model computes on regard meanwhile; afterwards it is as it was. Under activation checkpointing use
     use_reentrant=False (the other kind hides the gradient: that raises).
     """
-    from .inspection.recorder import _Recorder
+    from .inspection.recorder import Recorder
 
     found = Entropies()
 
-    class Listener(_Recorder):
+    class Listener(Recorder):
         def _before_forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             super()._before_forward(model, args, kwargs)
             found.clear()
