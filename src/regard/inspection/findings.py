@@ -197,7 +197,8 @@ _RULES = (
         _logit_alarm,
         "Scores this large make the softmax one-hot, its gradient vanish and half precision lose digits; in training "
         "they go on growing and end in loss spikes.",
-        "QK-clip (rescale the query and key weights of this head), QK-norm, a softcap, or a smaller learning rate.",
+        "QK-clip (regard.nn.qk_clip_: rescale the query and key weights of this head), QK-norm, a softcap, or a "
+        "smaller learning rate.",
         "QK-clip (Kimi K2) and Megatron's default: largest score > 100",
     ),
     _Rule(
@@ -208,7 +209,7 @@ _RULES = (
         "Nearly every query reads one key: almost no gradient reaches the scores, so the head can hardly change its "
         "mind.",
         "Look at which key it reads (a fixed place is a pattern, not a fault). Otherwise: check the scale 1/√d, raise "
-        "the temperature, add QK-norm or a floor on the entropy.",
+        "the temperature, add QK-norm or a floor on the entropy (regard.nn.entropy_floor).",
         "ours: mean H / log n < 0.1 and mean largest weight > 0.9",
     ),
     _Rule(
@@ -242,7 +243,8 @@ _RULES = (
         _sink,
         "Softmax rows must put their mass somewhere; a head with nothing to say parks it on the first key. The key "
         "becomes indispensable: dropping it from a cache, or quantising its outliers, breaks the model.",
-        "Keep the first tokens in the cache (StreamingLLM); in a new model give each head a learned sink or a gate.",
+        "Keep the first tokens in the cache (StreamingLLM); give each head a learned sink (regard.hf.retrofit adds one "
+        "to a trained model) or a gate.",
         "Attention-Sink (sail-sg): mean weight over the queries that see the key > 0.3",
     ),
     _Rule(
@@ -299,8 +301,8 @@ _RULES = (
         "The scores differ much among the keys that share the mass, so the entropy moves with the temperature (the "
         "variance is dH/d ln τ under a 0/1 mask): the head has not decided, and longer context or quantised scores "
         "change what it reads.",
-        "A learned temperature per head has most to gain here; scaling by log n keeps such heads from flattening on "
-        "longer text.",
+        "A learned temperature per head (regard.hf.retrofit) has most to gain here; scaling by log n keeps such heads "
+        "from flattening on longer text.",
         "ours: mean score variance > 4; read beside the entropy",
     ),
     _Rule(

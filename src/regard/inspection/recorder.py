@@ -41,7 +41,7 @@ def watch(model: nn.Module, *, statistics: Iterable[str] | None = None, patterns
     problem defines but `key_mass`, which costs most. `patterns` adds the mean weight on the query's own key, on the one
     before it and on those that follow an earlier copy of its token (about one more pass over the keys).
     """
-    recorder = _Recorder(model, statistics, patterns)
+    recorder = Recorder(model, statistics, patterns)
     with recorder.listening():
         yield recorder.inspection
 
@@ -68,7 +68,7 @@ def inspect(
     """
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         raise ValueError(f"batch_size: expected a positive int or None, got {describe(batch_size)}")
-    recorder = _Recorder(model, statistics, patterns)
+    recorder = Recorder(model, statistics, patterns)
     if run is not None and Path(run).exists():
         recorder.resume(Inspection.load(run), run)
     result = recorder.inspection
@@ -179,7 +179,7 @@ def _progress(inputs: Any, batch_size: int | None, wanted: bool | None) -> Itera
 # --- the recorder -----------------------------------------------------------------------------------------------------
 
 
-class _Recorder:
+class Recorder:
     """Puts itself in the place of a model's attention, computes it, and adds what it saw to an Inspection."""
 
     def __init__(self, model: nn.Module, statistics: Iterable[str] | None, patterns: bool) -> None:
@@ -350,7 +350,7 @@ class _Recorder:
             wanted.add("lse")
         if real is not None:
             wanted.discard("key_mass")
-        out, aux = attention(**call, return_aux=AuxRequest(**dict.fromkeys(wanted, True)))
+        out, aux = self.hf.attend(module, call, AuxRequest(**dict.fromkeys(wanted, True)))
         if torch._C._current_graph_task_id() != -1:  # in backward: checkpointing repeats a pass, recorded before
             return out
         with torch.no_grad():

@@ -1,0 +1,233 @@
+"""What holds attention in training: a clip of the query and key weights, and a floor under the entropy."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ..checks import number
+from ..parts import describe, finite, not_negative, positive
+
+# --- QK-clip ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def qk_clip_(
+    attention: nn.Module, max_scores: Any, threshold: float = 100.0, *, softcap: float | None = None
+) -> Tensor:
+    """Scale the query and key weights of each head whose largest score exceeds the threshold, in place, so that it is
+    the threshold; other heads keep every bit. Gives the factor on each head's scores, [H].
+
+    After Kimi K2's QK-clip: queries and keys each by the square root of threshold / max. Where query heads share keys
+    (GQA) the queries take the whole factor, since another head's scores hang on the same keys. Weights, biases and
+    `bias_k` are scaled; rotary embeddings commute with it.
+
+    `attention`: a `MultiheadAttention` (torch's or regard's), GPT-2's with `c_attn`, or one with `q_proj` and `k_proj`
+    or `query` and `key`. A norm behind the projection undoes their scale: one over all heads (OLMo 2) is scaled
+    instead, one shared by the heads (Qwen 3, Gemma 3) is refused.
+    `max_scores`: the aux statistic of that name, [H] or [..., H, Tq], or a layer of an `Inspection`: the largest score
+    as attention sees it, scale applied, before the temperature. A float mask or position bias counts in it, but is not
+    scaled. Under a softcap (Gemma 2's is found; else say `softcap`) the score before the cap is scaled, by as much as
+    brings the capped one to the threshold.
+    """
+    threshold = number("threshold", threshold, "a positive, finite number", positive)
+    maxima = _maxima(max_scores)
+    weights = _weights_of(attention, len(maxima))
+    cap = getattr(attention, "attn_logit_softcapping", None) if softcap is None else softcap
+    factor = _factor(maxima, threshold, None if cap is None else number("softcap", cap, "a positive number", positive))
+    for head in factor.lt(1).nonzero().flatten().tolist():
+        share = float(factor[head])
+        for part in weights.queries:
+            part.rows(head).mul_(math.sqrt(share) if weights.keys else share)
+        for part in weights.keys:
+            part.rows(head).mul_(math.sqrt(share))
+    return factor
+
+
+def _maxima(max_scores: Any) -> Tensor:
+    """[H], in float64."""
+    if hasattr(max_scores, "maxima") and hasattr(max_scores, "channels"):  # a layer of an Inspection
+        if "max_scores" not in max_scores.channels:
+            raise ValueError(f"max_scores: expected a layer that recorded them, got {max_scores.channels}")
+        max_scores = max_scores.maxima[max_scores.channels.index("max_scores")]
+    if not isinstance(max_scores, Tensor) or not max_scores.is_floating_point() or max_scores.dim() < 1:
+        raise TypeError(
+            f"max_scores: expected a floating-point tensor [H] or [..., H, Tq], or an Inspection's layer, got "
+            f"{describe(max_scores)}"
+        )
+    maxima = max_scores.detach().double().cpu()
+    if maxima.dim() > 1:
+        maxima = maxima.movedim(-2, 0).flatten(1).amax(1)
+    if bool((maxima.isnan() | (maxima == math.inf)).any()):
+        raise ValueError(f"max_scores: expected numbers, got {maxima.tolist()}")
+    return maxima
+
+
+def _factor(maxima: Tensor, threshold: float, softcap: float | None) -> Tensor:
+    over = maxima > threshold
+    if softcap is None:
+        return torch.where(over, threshold / maxima, 1.0)
+    if bool((over & (maxima >= softcap * (1 - 1e-6))).any()):
+        raise ValueError(
+            f"max_scores: expected less than the softcap {softcap:g}, got {float(maxima.max()):g}, from which the "
+            f"score before the cap cannot be told"
+        )
+    target = math.atanh(threshold / softcap) if threshold < softcap else math.inf
+    return torch.where(over, target / torch.atanh(torch.where(over, maxima, 0.0) / softcap), 1.0)
+
+
+class _Part(NamedTuple):
+    """A tensor of which each head has `size` places along a dimension, from `begin`."""
+
+    tensor: Tensor
+    size: int
+    begin: int = 0
+    dim: int = 0
+
+    def rows(self, head: int) -> Tensor:
+        return self.tensor.narrow(self.dim, self.begin + head * self.size, self.size)
+
+
+class _Weights(NamedTuple):
+    queries: list[_Part]
+    keys: list[_Part]  # empty where query heads share keys
+
+
+def _weights_of(attention: Any, heads: int) -> _Weights:
+    """What makes the queries and the keys of each head."""
+    name = type(attention).__name__
+    own = getattr(attention, "num_heads", None) or getattr(attention, "num_attention_heads", None)
+    own = own or getattr(getattr(attention, "config", None), "num_attention_heads", None)
+    if own is not None and own != heads:
+        raise ValueError(f"max_scores: expected one for each of {name}'s {own} heads, got {heads}")
+    if parametrize.is_parametrized(attention):
+        raise ValueError(f"attention: expected plain weights, got parametrized ones in {name}")
+    if isinstance(attention, nn.MultiheadAttention):
+        return _packed(attention)
+    if isinstance(getattr(attention, "c_attn", None), nn.Module) and not getattr(
+        attention, "is_cross_attention", False
+    ):
+        (weight, bias), E = _plain("c_attn", attention.c_attn, transposed=True), attention.split_size
+        size = E // heads
+        queries, keys = ([_Part(weight, size, at, dim=1), _Part(bias, size, at)] for at in (0, E))
+        return _Weights(queries, keys)
+    for query, key in (("q_proj", "k_proj"), ("query", "key")):
+        if isinstance(getattr(attention, query, None), nn.Module) and hasattr(attention, key):
+            return _separate(attention, query, key, heads)
+    raise TypeError(
+        f"attention: expected a MultiheadAttention or a module with q_proj and k_proj, query and key, or c_attn, "
+        f"got {name}"
+    )
+
+
+def _packed(attention: nn.MultiheadAttention) -> _Weights:
+    E, size = attention.embed_dim, attention.head_dim
+    if attention.in_proj_weight is not None:
+        queries, keys = [_Part(attention.in_proj_weight, size)], [_Part(attention.in_proj_weight, size, E)]
+    else:
+        queries, keys = [_Part(attention.q_proj_weight, size)], [_Part(attention.k_proj_weight, size)]
+    if attention.in_proj_bias is not None:
+        queries.append(_Part(attention.in_proj_bias, size))
+        keys.append(_Part(attention.in_proj_bias, size, E))
+    if attention.bias_k is not None:  # one more key
+        keys.append(_Part(attention.bias_k, size, dim=-1))
+    return _Weights(queries, keys)
+
+
+def _separate(attention: Any, query: str, key: str, heads: int) -> _Weights:
+    parts: list[list[_Part]] = []
+    size = 0
+    for name, norm_name in ((query, "q_norm"), (key, "k_norm")):
+        tensors = _plain(name, getattr(attention, name))
+        width = tensors[0].shape[0]
+        size = size or width // heads
+        told = getattr(attention, "head_dim", size)
+        if size != told or width % size:
+            raise ValueError(
+                f"attention: expected {heads} heads of {told} in {type(attention).__name__}.{name}, got {width} rows"
+            )
+        norm = getattr(attention, norm_name, None)
+        if isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity):
+            tensors = _norm(norm_name, norm, width)
+        parts.append([_Part(tensor, size) for tensor in tensors])
+    shared = attention.get_submodule(key).weight.shape[0] // size != heads
+    return _Weights(parts[0], [] if shared else parts[1])
+
+
+def _plain(name: str, layer: nn.Module, transposed: bool = False) -> list[Tensor]:
+    """Weight and bias of a linear layer that is nothing more."""
+    weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
+    plain = type(layer).__name__ == "Conv1D" if transposed else isinstance(layer, nn.Linear)
+    if (
+        not plain
+        or parametrize.is_parametrized(layer)
+        or not isinstance(weight, Tensor)
+        or not weight.is_floating_point()
+    ):
+        kind = "Conv1D" if transposed else "Linear"
+        raise TypeError(f"attention: expected a plain {kind} for {name}, got {type(layer).__name__}")
+    return [weight] if bias is None else [weight, bias]
+
+
+def _norm(name: str, norm: nn.Module, width: int) -> list[Tensor]:
+    """What scales a norm's output, if each head has its own."""
+    tensors = dict(norm.named_parameters())
+    if any(p.shape != (width,) for p in tensors.values()) or "weight" not in tensors:
+        raise ValueError(
+            f"attention: expected no norm that all heads share, got {name}, which undoes the scale of a head's weights "
+            f"(its scores are bounded by the norms' own weights)"
+        )
+    ones = torch.ones(1, width, dtype=tensors["weight"].dtype, device=tensors["weight"].device)
+    nothing = {n: torch.zeros_like(p) for n, p in tensors.items()}
+    if bool(torch.func.functional_call(norm, nothing, ones).any()):  # not weight * normed + bias
+        raise ValueError(f"attention: expected a norm that is scaled by its weight, got {type(norm).__name__}")
+    return list(tensors.values())
+
+
+# --- a floor under the entropy ----------------------------------------------------------------------------------------
+
+
+def entropy_floor(
+    entropy: Tensor,
+    floor: float,
+    *,
+    keys: Tensor | None = None,
+    relative: bool = False,
+    rows: Tensor | None = None,
+    power: float = 1.0,
+) -> Tensor:
+    """A loss: by how much the rows' entropies miss the floor, in the mean; 0 where none does.
+
+    `entropy`: the aux statistic, [..., H, Tq], which is differentiable. `floor`: in nats. `keys`: how many each row may
+    read (aux `support` of a softmax); a floor above log(keys) is lowered to it, and with `relative` the floor is a
+    share of log(keys). Rows with one key have no choice: with `keys` they do not count, nor do rows that `rows` (bool)
+    leaves out: padding. `power` 2 squares the shortfall: a softer hold near the floor.
+
+    The entropy's own gradient vanishes at a one-hot row: the floor holds a run from collapsing, it does not raise one
+    that has.
+    """
+    if not isinstance(entropy, Tensor) or not entropy.is_floating_point():
+        raise TypeError(f"entropy: expected a floating-point tensor, got {describe(entropy)}")
+    floor = number("floor", floor, "a number >= 0", not_negative)
+    power = number("power", power, "a number >= 1", lambda p: finite(p) and p >= 1)
+    if relative and keys is None:
+        raise ValueError("keys: expected a tensor where the floor is relative, got None")
+    if relative and floor > 1:
+        raise ValueError(f"floor: expected a share of at most 1, got {floor:g}")
+    counted = torch.ones((), dtype=torch.bool, device=entropy.device) if rows is None else rows
+    if counted.dtype != torch.bool:
+        raise TypeError(f"rows: expected a bool tensor, got {describe(rows)}")
+    target: Any = floor
+    if keys is not None:
+        most = keys.clamp(min=1).to(entropy.dtype).log()
+        target = floor * most if relative else most.clamp(max=floor)
+        counted = counted & (keys > 1)
+    counted = counted.expand_as(entropy)
+    # where before pow: a row that is left out must not bring a NaN into the gradient
+    missing = torch.where(counted, target - entropy, 0.0).relu()
+    missing = missing if power == 1 else missing**power
+    return missing.sum() / counted.sum().clamp(min=1)
