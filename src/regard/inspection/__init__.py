@@ -1,6 +1,8 @@
-"""See inside a model: `inspect` runs it over inputs, `watch` listens to your own loop; both give an `Inspection`."""
+"""See inside a model: `inspect` runs it over inputs, `watch` listens to your own loop; both give an `Inspection`.
+`Monitor` listens to a training run."""
 
+from .monitor import Monitor
 from .recorder import inspect, watch
 from .result import Inspection
 
-__all__ = ["Inspection", "inspect", "watch"]
+__all__ = ["Inspection", "Monitor", "inspect", "watch"]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..form import lower
+from ..form import Form, lower
 from ..operator import attention
 from ..parts import describe
 from ..plan import weights_at
@@ -40,7 +40,7 @@ def watch(model: nn.Module, *, statistics: Iterable[str] | None = None, patterns
     problem defines but `key_mass`, which costs most. `patterns` adds the mean weight on the query's own key, on the one
     before it and on those that follow an earlier copy of its token (about one more pass over the keys).
     """
-    recorder = _Recorder(model, statistics, patterns)
+    recorder = Recorder(model, statistics, patterns)
     with recorder.listening():
         yield recorder.inspection
 
@@ -67,7 +67,7 @@ def inspect(
     """
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         raise ValueError(f"batch_size: expected a positive int or None, got {describe(batch_size)}")
-    recorder = _Recorder(model, statistics, patterns)
+    recorder = Recorder(model, statistics, patterns)
     if run is not None and Path(run).exists():
         recorder.resume(Inspection.load(run), run)
     result = recorder.inspection
@@ -178,7 +178,7 @@ def _progress(inputs: Any, batch_size: int | None, wanted: bool | None) -> Itera
 # --- the recorder -----------------------------------------------------------------------------------------------------
 
 
-class _Recorder:
+class Recorder:
     """Puts itself in the place of a model's attention, computes it, and adds what it saw to an Inspection."""
 
     def __init__(self, model: nn.Module, statistics: Iterable[str] | None, patterns: bool) -> None:
@@ -193,6 +193,8 @@ class _Recorder:
         self.indices = {id(module): n for module, n in zip(modules.values(), numbers, strict=True)}
         self.configs = _configs(model)
         self.problems = {name: hf.problem_of(name) for name in {c._attn_implementation_internal for c in self.configs}}
+        # Under these names the model finds us; the same ones each time, so that a compiled model knows them again.
+        self.ours = {name: f"regard-watch-{next(_watchers)}" for name in self.problems}
         self.inspection = Inspection(self._statistics(statistics), self._about(), patterns=patterns)
         self.views: Views | None = None
         self.found: dict[int, Layer] = {}
@@ -259,22 +261,22 @@ class _Recorder:
         before = [(config, config._attn_implementation_internal) for config in self.configs]
         if any(str(name).startswith("regard-watch-") for _, name in before):
             raise RuntimeError("model: expected one that is not watched already")
-        ours: dict[str | None, str] = {}
+        installed: list[str] = []
         hooks = (
             self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             self.model.register_forward_hook(self._after_forward, always_call=True),
         )
         try:
             for name, problem in self.problems.items():
-                ours[name] = f"regard-watch-{next(_watchers)}"
-                self.hf.install(ours[name], self._attention_function(problem))
+                self.hf.install(self.ours[name], self._attention_function(problem))
+                installed.append(self.ours[name])
             for config, name in before:
-                config._attn_implementation_internal = ours[name]
+                config._attn_implementation_internal = self.ours[name]
             yield
         finally:
             for config, name in before:
                 config._attn_implementation_internal = name
-            for name in ours.values():
+            for name in installed:
                 self.hf.remove(name)
             for hook in hooks:
                 hook.remove()
@@ -314,6 +316,10 @@ class _Recorder:
 
         return function  # type: ignore[return-value]
 
+    def _counts(self) -> bool:
+        """Whether the pass under way is to be recorded: in backward, checkpointing repeats one that was."""
+        return torch._C._current_graph_task_id() == -1
+
     def _attend(self, module: nn.Module, call: dict[str, Any], position_ids: object) -> Tensor:
         statistics = self.inspection.statistics
         B, H, Tq, _ = call["query"].shape
@@ -325,12 +331,12 @@ class _Recorder:
         if real is not None:
             wanted.discard("key_mass")
         out, aux = attention(**call, return_aux=AuxRequest(**dict.fromkeys(wanted, True)))
-        if torch._C._current_graph_task_id() != -1:  # in backward: checkpointing repeats a pass, recorded before
+        if not self._counts():
             return out
         with torch.no_grad():
             by_query, by_key = (None, None)
             if not plain or "key_mass" in statistics:
-                by_query, by_key = _admissible(call, real)
+                by_query, by_key = admissible(lower(**call), real)
             keys = aux.support if plain else by_query
             assert keys is not None and aux.entropy is not None and aux.max_scores is not None
             sink = isinstance(problem.marginal, Rows) and problem.marginal.sink is not None
@@ -417,10 +423,7 @@ class _Recorder:
         kept = (positions < Tk)[:, None].to(call["query"].device)
         if first is not None:
             return kept
-        form = lower(**call)
-        B, H, Tq, _ = form.shape
-        mask = form.cut(slice(0, B), slice(0, H), slice(0, Tq), slice(0, 1)).admissible(Tq, 1, kept.device)
-        return kept if mask is None else kept & mask.expand(*mask.shape[:-1], 1).squeeze(-1)
+        return kept & sees_first(lower(**call))
 
     def _layer(self, module: nn.Module, heads: int) -> Layer:
         key = id(module)
@@ -495,11 +498,20 @@ def _past(prior: Prior | None) -> Prior:
     return causal if prior is None else prior * causal
 
 
-def _admissible(call: dict[str, Any], real: Tensor | None) -> tuple[Tensor, Tensor]:
+def sees_first(form: Form) -> Tensor:
+    """Which queries may read key 0 (broadcasts to [B, H, Tq])."""
+    assert form.query is not None
+    B, H, Tq, _ = form.shape
+    device = form.query.device
+    mask = form.cut(slice(0, B), slice(0, H), slice(0, Tq), slice(0, 1)).admissible(Tq, 1, device)
+    return torch.ones(1, dtype=torch.bool, device=device) if mask is None else mask[..., 0]
+
+
+def admissible(form: Form, real: Tensor | None) -> tuple[Tensor, Tensor]:
     """Keys that each query may read [B, H|1, Tq], and (real) queries that may read each key [B, H|1, Tk]."""
-    form = lower(**call)
+    assert form.query is not None
     B, H, Tq, Tk = form.shape
-    device = call["query"].device
+    device = form.query.device
     by_query, by_key = [], torch.zeros(B, 1, Tk, device=device)
     for start in range(0, Tq, 256):
         rows = slice(start, min(Tq, start + 256))

@@ -1,0 +1,85 @@
+"""The run file of a `Monitor`: JSON lines, one per sampled step, one per event, and a few that say what they are about.
+
+A line is written whole or, if the machine stops in the middle, torn at the end of the file; who reads drops such an end.
+A run that goes back to step k (from a checkpoint) has not done what comes later in the file: those lines are moved to a
+file beside it, with the ending .stale, and the run goes on from k.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+FORMAT, VERSION = "regard-monitor", 1
+NAME = "attention.jsonl"  # in a folder
+_HEAD = f'{{"format": "{FORMAT}"'.encode()
+
+
+def located(path: str | os.PathLike[str]) -> Path:
+    """The file that a path means: itself, or `attention.jsonl` in a folder (one that is there, or has no ending)."""
+    found = Path(path)
+    return found / NAME if found.is_dir() or not found.suffix or str(path).endswith(("/", os.sep)) else found
+
+
+class Journal:
+    """A run file that is being written."""
+
+    def __init__(self, path: str | os.PathLike[str], about: dict[str, Any]) -> None:
+        self.path, self.about = located(path), about
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.last = -1  # the last step in the file
+        self.layers: list[Any] | None = None  # as the file says
+        if self.path.exists():
+            for line in read_lines(self.path):
+                self.last = max(self.last, line.get("step", -1))
+                self.layers = line.get("layers", self.layers)
+            if not self.path.read_bytes().endswith(b"\n"):
+                self.rewind(self.last + 1)  # without the torn end, so that nothing is glued to it
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append, and see it on the disk."""
+        lines = [line]
+        if not self.path.exists() or self.path.stat().st_size == 0:
+            lines.insert(0, {"format": FORMAT, "version": VERSION} | self.about)
+        with self.path.open("ab") as file:
+            file.write("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        self.last = max(self.last, line.get("step", -1))
+        self.layers = line.get("layers", self.layers)
+
+    def rewind(self, step: int) -> None:
+        """Move the lines of this step and later ones out of the way."""
+        kept, stale = [], []
+        for line in read_lines(self.path):
+            (stale if line.get("step", -1) >= step else kept).append(json.dumps(line) + "\n")
+        if stale:
+            with self.path.with_name(self.path.name + ".stale").open("a", encoding="utf-8") as file:
+                file.writelines(stale)
+        part = self.path.with_name(self.path.name + ".part")
+        part.write_text("".join(kept), encoding="utf-8")
+        part.replace(self.path)
+        self.last = step - 1
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a run file, without one torn at its end; raises a ValueError where it is no run file."""
+    *lines, torn = path.read_bytes().split(b"\n")
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+            if not isinstance(entry, dict):
+                raise TypeError("not an object")
+            if not isinstance(entry.get("step", 0), int):
+                raise TypeError("its step is no integer")
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}: expected a line that Monitor wrote, got line {number}: {error}") from None
+        if number == 1 and (entry.get("format"), entry.get("version")) != (FORMAT, VERSION):
+            raise ValueError(f"{path}: expected a run file of regard.Monitor (version {VERSION}), got another file")
+        found.append(entry)
+    if not found and not _HEAD.startswith(torn[: len(_HEAD)]):
+        raise ValueError(f"{path}: expected a run file of regard.Monitor, got another file")
+    return found
