@@ -7,10 +7,15 @@ file beside it, with the ending .stale, and the run goes on from k.
 
 from __future__ import annotations
 
+import bisect
 import json
 import os
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+from .events import Event
 
 FORMAT, VERSION = "regard-monitor", 1
 NAME = "attention.jsonl"  # in a folder
@@ -83,3 +88,72 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     if not found and not _HEAD.startswith(torn[: len(_HEAD)]):
         raise ValueError(f"{path}: expected a run file of regard.Monitor, got another file")
     return found
+
+
+# --- reading a run ----------------------------------------------------------------------------------------------------
+
+SHOWN = 400  # samples in a record at most; a longer run is thinned
+WHOLE = ("loss", "loss_min", "loss_max", "grad_norm", "max_attention_logit", "rows")  # numbers of the whole run
+_METRIC = re.compile(r"attn/(\w+)/L(\d+)(?:_(p\d+|min|max))?")
+
+
+def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A run file as the training report shows it: steps, what they measured by metric, quantile and layer, events.
+
+    Raises a ValueError where there is no such file, or nothing in it.
+    """
+    where = located(path)
+    if not where.is_file():
+        raise ValueError(f"{where}: expected a run file of regard.Monitor, there is none")
+    header, *lines = read_lines(where) or [{}]
+    events = [{"rule": line["event"]} | line for line in lines if "event" in line]
+    samples = [line for line in lines if "step" in line and "event" not in line]
+    if not samples:
+        raise ValueError(f"{where}: expected a run with at least one sampled step, got none")
+    for event in events:
+        del event["event"]
+        missing = {field.name for field in fields(Event)} - event.keys()
+        if missing:
+            raise ValueError(f"{where}: expected {', '.join(sorted(missing))} in an event, step {event['step']}")
+    kept = _thinned(samples, [event["step"] for event in events])
+    named = next((line["layers"] for line in reversed(lines) if "layers" in line), [])
+    names: dict[int, list[Any]] = {layer[0]: layer for layer in named}
+    metrics: dict[str, dict[str, dict[int, list[float | None]]]] = {}
+    for n, sample in enumerate(kept):
+        for name, value in sample.items():
+            found = _METRIC.fullmatch(name)
+            if found is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float | None):
+                raise ValueError(f"{where}: expected a number as {name} of step {sample['step']}, got {value!r}")
+            metric, index, kind = found[1], int(found[2]), found[3] or "all"
+            names.setdefault(index, [index, "", 0])
+            by_layer = metrics.setdefault(metric, {}).setdefault(kind, {})
+            by_layer.setdefault(index, [None] * len(kept))[n] = value
+    if not metrics:
+        raise ValueError(f"{where}: expected sampled steps with metrics of layers, got none")
+    layers = [names[index] for index in sorted(names)]
+    none: list[float | None] = [None] * len(kept)
+    return {
+        "about": {name: value for name, value in header.items() if name not in ("format", "version")},
+        "samples": len(samples),
+        "steps": [sample["step"] for sample in kept],
+        "layers": layers,
+        "values": {name: [s.get(name) for s in kept] for name in WHOLE if any(name in s for s in kept)},
+        "metrics": {
+            metric: {kind: [rows.get(layer[0], none) for layer in layers] for kind, rows in kinds.items()}
+            for metric, kinds in metrics.items()
+        },
+        "events": events,
+    }
+
+
+def _thinned(samples: list[dict[str, Any]], events: list[int]) -> list[dict[str, Any]]:
+    """At most SHOWN samples, evenly, with the first, the last and those at events (as many as fit)."""
+    if len(samples) <= SHOWN:
+        return samples
+    steps = [sample["step"] for sample in samples]
+    chosen = {min(bisect.bisect_left(steps, step), len(steps) - 1) for step in events[: SHOWN // 4]}
+    free = SHOWN - len(chosen)
+    chosen |= {round(n * (len(samples) - 1) / (free - 1)) for n in range(free)}
+    return [samples[n] for n in sorted(chosen)]
