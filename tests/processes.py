@@ -1,6 +1,6 @@
 """Run by torchrun: two processes train on half of each batch and monitor it together.
 
-    torchrun --nproc-per-node 2 tests/processes.py FOLDER KIND
+torchrun --nproc-per-node 2 tests/processes.py FOLDER KIND
 """
 
 import sys
@@ -32,7 +32,7 @@ def train(folder: Path, kind: str, rank: int = 0, world: int = 1) -> int:
         model = DistributedDataParallel(model)
     monitor = Monitor(model, every=2, path=folder / f"{kind}-{world}.jsonl")
     collectives = []
-    names = [n for n in ("all_reduce", "all_gather", "broadcast", "all_gather_into_tensor", "reduce", "gather", "barrier")]
+    names = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce", "gather", "barrier")
     originals = {name: getattr(dist, name) for name in names}
 
     def counting(name):

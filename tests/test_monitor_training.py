@@ -36,9 +36,7 @@ def trained(folder, callback, resume=None, steps=12, model=None, **options):
         disable_tqdm=True, **options,
     )  # fmt: skip
     model = llama() if model is None else model
-    trainer = hf.Trainer(
-        model=model, args=arguments, train_dataset=Texts(), eval_dataset=Texts(), callbacks=[callback]
-    )
+    trainer = hf.Trainer(model=model, args=arguments, train_dataset=Texts(), eval_dataset=Texts(), callbacks=[callback])
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 

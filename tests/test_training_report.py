@@ -1,4 +1,4 @@
-"""`regard report`: the training page shows what is in the run file, needs nothing else, and runs nothing that is in it."""
+"""`regard report`: the training page shows what is in the run file, needs nothing else and runs nothing of it."""
 
 import json
 import math
@@ -71,7 +71,10 @@ def test_the_record_is_what_was_measured(run):
     found = samples(run)
     assert record["steps"] == [line["step"] for line in found] == list(range(0, 100, 5))
     assert record["values"]["loss"] == [line["loss"] for line in found]
-    for metric, kind, name in (("entropy_norm", "p10", "attn/entropy_norm/L02_p10"), ("max_score", "all", "attn/max_score/L02")):
+    for metric, kind, name in (
+        ("entropy_norm", "p10", "attn/entropy_norm/L02_p10"),
+        ("max_score", "all", "attn/max_score/L02"),
+    ):
         assert record["metrics"][metric][kind][2] == [line[name] for line in found]
     assert [e["rule"] for e in record["events"]] == [e["event"] for e in events(run)]
     assert "collapse-dip" in training_verdict(record)
@@ -133,7 +136,10 @@ def test_the_command_shows_and_writes(command, run, tmp_path):
         (b'{"format": "regard-monitor", "version": 1}\n', "at least one sampled step"),
         (b'{"format": "regard-monitor", "version": 9}\n', "version 1"),
         (b'{"format": "regard-monitor", "version": 1}\n{"step": 1, "loss": 2}\n', "metrics of layers"),
-        (b'{"format": "regard-monitor", "version": 1}\n{"step": 1, "attn/entropy/L00_p10": "x"}\n', "expected a number"),
+        (
+            b'{"format": "regard-monitor", "version": 1}\n{"step": 1, "attn/entropy/L00_p10": "x"}\n',
+            "expected a number",
+        ),
         (b'{"format": "regard-monitor", "version": 1}\n{"step": "x"}\n', "step is no integer"),
         (b'{"format": "regard-monitor", "version": 1}\n{"step": 1, "event": "x"}\n', "sampled step"),
     ],

@@ -1,5 +1,5 @@
-"""Small models in training: a plain one whose attention calls `regard.attention`, a Llama of transformers, and what their
-heads do by definition."""
+"""Small models in training: a plain one whose attention calls `regard.attention`, a Llama of transformers, and what
+their heads do by definition."""
 
 from __future__ import annotations
 

@@ -267,16 +267,14 @@ def _show_training(record: dict[str, Any], console: Console) -> None:
     console.print(
         Text.assemble(
             (str(about.get("checkpoint") or about.get("model") or "model"), "bold"),
-            f"  {len(layers)} layers, {heads} heads, {record['samples']} samples from step {steps[0]:,} to {steps[-1]:,}",
+            f"  {len(layers)} layers, {heads} heads, {record['samples']} samples from step {steps[0]:,} "
+            f"to {steps[-1]:,}",
         )
     )
     console.print(Text(training_verdict(record), style="bold"))
     console.print()
-    shown = [
-        (metric, kind)
-        for metric, kind in (("entropy_norm", "p10"), ("entropy_norm", "p50"), ("max_score", "all"), ("first_key_mass", "p90"))
-        if kind in record["metrics"].get(metric, {})
-    ]
+    wanted = (("entropy_norm", "p10"), ("entropy_norm", "p50"), ("max_score", "all"), ("first_key_mass", "p90"))
+    shown = [(metric, kind) for metric, kind in wanted if kind in record["metrics"].get(metric, {})]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
     table.add_column("layer", justify="right")
     for metric, kind in shown:
@@ -289,11 +287,8 @@ def _show_training(record: dict[str, Any], console: Console) -> None:
     if record["events"]:
         console.print()
     for event in record["events"][:12]:
-        console.print(
-            Text.assemble(
-                f"step {event['step']:,}  ", (str(event["rule"]), colours.get(event["severity"], "")), f"  {event['message']}"
-            )
-        )
+        rule = (str(event["rule"]), colours.get(event["severity"], ""))
+        console.print(Text.assemble(f"step {event['step']:,}  ", rule, f"  {event['message']}"))
     if len(record["events"]) > 12:
         console.print(Text(f"and {len(record['events']) - 12} more events, which the report has", "dim"))
     console.print()

@@ -71,7 +71,9 @@ class MonitorCallback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """What the Trainer saves with a checkpoint."""
         path = None if self.path is None else str(self.path)
-        plain = {name: self.options[name] for name in ("statistics", "evaluation", "thresholds") if name in self.options}
+        plain = {
+            name: self.options[name] for name in ("statistics", "evaluation", "thresholds") if name in self.options
+        }
         if isinstance(plain.get("thresholds"), Limits):
             plain["thresholds"] = asdict(plain["thresholds"])
         saved = None if self.monitor is None else self.monitor.state_dict()

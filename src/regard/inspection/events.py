@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -78,8 +79,8 @@ _SPIKE = {
     "severity": "warning",
     "why": "A value this far above what it was lately is no noise: often a bad batch, sometimes the beginning of a "
     "divergence.",
-    "remedy": "Look at the batch. If spikes come more often or do not recover: clip gradients, lower the learning rate, "
-    "or go back to a checkpoint and skip the data.",
+    "remedy": "Look at the batch. If spikes come more often or do not recover: clip gradients, lower the learning "
+    "rate, or go back to a checkpoint and skip the data.",
     "source": "OLMo-core's StabilityMonitor: more than 6 standard deviations above the mean of the last 128 values",
 }
 _BROKEN = {
@@ -94,8 +95,8 @@ _COLLAPSE = {
     "severity": "alarm",
     "why": "Attention falls onto few keys while the loss begins to swing: the pattern of entropy collapse. Peaked rows "
     "pass hardly any gradient to the scores, and the run seldom comes back by itself.",
-    "remedy": "Go back before the dip with a smaller learning rate or a longer warm-up; σReparam or QK-norm; a floor on "
-    "the entropy; check the scale 1/√d and the initialisation.",
+    "remedy": "Go back before the dip with a smaller learning rate or a longer warm-up; σReparam or QK-norm; a floor "
+    "on the entropy; check the scale 1/√d and the initialisation.",
     "source": "σReparam, arXiv 2303.06296 (a sharp dip of entropy together with oscillation of the loss); the numbers "
     "are ours",
 }
@@ -110,7 +111,9 @@ class Watch:
     limits: Limits = field(default_factory=Limits)
     series: dict[str, list[float]] = field(default_factory=dict)  # the last values of the loss, ...
     lower: dict[str, list[float]] = field(default_factory=dict)  # by layer: `Heads.lower` in the last samples
-    swings: list[float] = field(default_factory=list)  # how much the loss swung, at most, before each of the last samples
+    swings: list[float] = field(
+        default_factory=list
+    )  # how much the loss swung, at most, before each of the last samples
     swing: float = 0.0  # ... and since
     lasting: list[str] = field(default_factory=list)  # what has begun and not ended
 
@@ -121,9 +124,7 @@ class Watch:
             if value is None:
                 continue
             if self._begins(f"not-finite {name}", not math.isfinite(value)):
-                told = f"{name} is {value}"
-                events.append(Event(step=step, layer=None, head=None, metric=name, value=None, threshold=math.inf,
-                                    message=told, **_BROKEN))  # fmt: skip
+                events.append(_event(_BROKEN, step, None, None, name, None, math.inf, f"{name} is {value}"))
             if math.isfinite(value):
                 events += self._spike(step, name, value)
         if math.isfinite(values.get("loss") or 0.0):
@@ -163,10 +164,7 @@ class Watch:
         others = sum(score > limit for score in heads.max_score) - 1
         more = f" ({others} more heads of the layer are above)" if others else ""
         told = f"largest score {top:.4g} in layer {heads.layer}, head {head}, more than {limit:g}{more}"
-        return [
-            Event(step=step, layer=heads.layer, head=head, metric="max_score", value=top if math.isfinite(top) else None,
-                  threshold=limit, message=told, **_LOUD)
-        ]  # fmt: skip
+        return [_event(_LOUD, step, heads.layer, head, "max_score", top, limit, told)]
 
     def _spike(
         self, step: int, name: str, value: float, layer: int | None = None, head: int | None = None
@@ -184,14 +182,12 @@ class Watch:
         sigmas = f", {(value - mean) / deviation:.0f} standard deviations" if deviation > 0 else ""
         told = f"{label} {value:.4g}{where}{sigmas} above its mean {mean:.4g} over the last {len(before)} values"
         metric = name if layer is None else "max_score"
-        return [
-            Event(step=step, layer=layer, head=head, metric=metric, value=value, threshold=limit, message=told, **_SPIKE)
-        ]
+        return [_event(_SPIKE, step, layer, head, metric, value, limit, told)]
 
     def _swing(self) -> float:
         """Upward moves among the last losses, as a multiple of how it moved before; a fall, however steep, is none."""
         losses = self.series.get("loss", [])
-        moves = [b - a for a, b in zip(losses, losses[1:], strict=False)]
+        moves = [b - a for a, b in pairwise(losses)]
         before, recent = moves[:-RECENT], moves[-RECENT:]
         if len(before) < RECENT:
             return 0.0
@@ -216,10 +212,7 @@ class Watch:
             f"{heads.lower:.3g} (lowest: head {lowest}, {heads.entropy[lowest]:.3g}) while the loss moved up "
             f"{swing:.2g} times as much as it used to move"
         )
-        return [
-            Event(step=step, layer=heads.layer, head=lowest, metric="entropy_norm", value=heads.lower, threshold=limit,
-                  message=told, **_COLLAPSE)
-        ]  # fmt: skip
+        return [_event(_COLLAPSE, step, heads.layer, lowest, "entropy_norm", heads.lower, limit, told)]
 
     def state_dict(self) -> dict[str, Any]:
         """All that is remembered, as plain numbers and lists."""
@@ -235,6 +228,21 @@ class Watch:
             value = state[name]
             copied = {key: list(values) for key, values in value.items()} if isinstance(value, dict) else value
             setattr(self, name, list(copied) if isinstance(copied, list) else copied)
+
+
+def _event(
+    rule: dict[str, str],
+    step: int,
+    layer: int | None,
+    head: int | None,
+    metric: str,
+    value: float | None,
+    threshold: float,
+    message: str,
+) -> Event:
+    finite = None if value is None or not math.isfinite(value) else value
+    given: dict[str, Any] = {**rule, "step": step, "layer": layer, "head": head, "metric": metric}
+    return Event(value=finite, threshold=threshold, message=message, **given)
 
 
 def _or_one(value: float) -> float:

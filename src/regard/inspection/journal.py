@@ -1,7 +1,7 @@
 """The run file of a `Monitor`: JSON lines, one per sampled step, one per event, and a few that say what they are about.
 
-A line is written whole or, if the machine stops in the middle, torn at the end of the file; who reads drops such an end.
-A run that goes back to step k (from a checkpoint) has not done what comes later in the file: those lines are moved to a
+A line is written whole or, if the machine stops in the middle, torn at the file's end; who reads drops such an end. A
+run that goes back to step k (from a checkpoint) has not done what comes later in the file: those lines are moved to a
 file beside it, with the ending .stale, and the run goes on from k.
 """
 

@@ -109,19 +109,21 @@ class OfTransformers(Recorder):
 class OfModules:
     """Modules that call `regard.attention`: each that does is a layer, numbered in the order of the first calls."""
 
-    def __init__(
-        self, model: nn.Module, statistics: Iterable[str] | None, evaluation: bool, real: Real | None
-    ) -> None:
+    def __init__(self, model: nn.Module, statistics: Iterable[str] | None, evaluation: bool, real: Real | None) -> None:
         self.model, self.real = model, _attention_mask if real is None else real
-        self.names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+        self.names: dict[int, str] = {}  # of the modules
         self.statistics = _names(statistics)
         self.strict = () if statistics is None else self.statistics  # asked for: undefined ones raise
         self.passes = _Passes(evaluation)
         self.parameters = signatures.signature(model.forward).parameters
-        self.order: dict[tuple[int, int], int] = {}  # (module, heads): the layer's number
-        self.found: dict[tuple[int, int], Layer] = {}
+        self.order: dict[tuple[str, int], int] = {}  # (module's name, heads): the layer's number
+        self.found: dict[tuple[str, int], Layer] = {}
         self.stack: list[nn.Module] = []  # modules whose forward is under way
         self.rows: Tensor | None = None  # [B, T]: tokens that are not padding
+        # Out of a compiled model's sight, and the same objects each time, so that it knows them again.
+        hidden: Any = torch.compiler.disable
+        self.before_model, self.after_model = hidden(self._before_model), hidden(self._after_model)
+        self.before, self.after, self.seen = hidden(self._before), hidden(self._after), hidden(self._seen)
 
     @property
     def layers(self) -> list[Layer]:
@@ -135,16 +137,17 @@ class OfModules:
         """While the block runs we are told of every call of attention, and by whom; then everything is as before."""
         if operator.observer is not None:
             raise RuntimeError("Monitor: expected one at a time to sample, another one does")
+        self.names = {id(module): name or type(module).__name__ for name, module in self.model.named_modules()}
         hooks = [
-            self.model.register_forward_pre_hook(self._before_model, with_kwargs=True),
-            self.model.register_forward_hook(self._after_model, always_call=True),
+            self.model.register_forward_pre_hook(self.before_model, with_kwargs=True),
+            self.model.register_forward_hook(self.after_model, always_call=True),
         ]
         for module in self.model.modules():
             hooks += [
-                module.register_forward_pre_hook(self._before),
-                module.register_forward_hook(self._after, always_call=True),
+                module.register_forward_pre_hook(self.before),
+                module.register_forward_hook(self.after, always_call=True),
             ]
-        operator.observer = self._seen
+        operator.observer = self.seen
         try:
             yield
         finally:
@@ -155,26 +158,21 @@ class OfModules:
             self.rows = None
             self.passes.end()
 
-    @torch.compiler.disable
     def _before_model(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self.passes.begin()
         self.rows = self.real(dict(zip(self.parameters, args, strict=False)) | kwargs)
 
-    @torch.compiler.disable
     def _after_model(self, *_: Any) -> None:
         self.passes.end()
         self.rows = None
 
-    @torch.compiler.disable
     def _before(self, module: nn.Module, _: Any) -> None:
         self.stack.append(module)
 
-    @torch.compiler.disable
     def _after(self, module: nn.Module, *_: Any) -> None:
         while self.stack and self.stack.pop() is not module:
             pass  # one that ended without a word: an exception came
 
-    @torch.compiler.disable
     @torch.no_grad()
     def _seen(self, form: Form, to_meet: Budget | None, out: Tensor) -> None:
         """A call: its statistics, row by row, added to the layer of the module that made it."""
@@ -204,13 +202,12 @@ class OfModules:
         self._layer(H).add(values, valid, torch.zeros(1, Tq, dtype=torch.long))
 
     def _layer(self, heads: int) -> Layer:
-        module = self.stack[-1]
-        key = (id(module), heads)
+        name = self.names[id(self.stack[-1])]
+        key = (name, heads)
         index = self.order.setdefault(key, len(self.order))
         if key not in self.found:
-            name = self.names.get(id(module), type(module).__name__)
-            shared = any(i == id(module) and h != heads for i, h in self.order)  # calls with other numbers of heads
-            self.found[key] = Layer.empty(f"{name} ({heads})" if shared else name, index, heads, self.channels)
+            several = any(other == name and h != heads for other, h in self.order)  # calls with other numbers of heads
+            self.found[key] = Layer.empty(f"{name} ({heads})" if several else name, index, heads, self.channels)
         return self.found[key]
 
     @property

@@ -1,4 +1,4 @@
-"""`Monitor`: every so many training steps, what the attention heads do, as layer quantiles; and events with their step."""
+"""`Monitor`: every so many training steps, what the attention heads do, as layer quantiles; events with their step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import logging
 import math
+import os
 import sys
 import warnings
 import zlib
@@ -158,7 +159,7 @@ class Monitor:
         """
         step = self.current if step is None else step
         given = [x.detach() if isinstance(x, Tensor) else x for x in (loss, grad_norm)]
-        self._waiting.append((step, *given))
+        self._waiting.append((step, given[0], given[1]))
         sampled = self._pending is not None and self._pending["step"] == step
         if sampled or not any(isinstance(x, Tensor) and x.device.type != "cpu" for x in given):
             self._drain()
@@ -205,7 +206,7 @@ class Monitor:
         """Write what is known and let go of the model."""
         self._abandon()
         self.flush()
-        if self._own_writer:
+        if self._own_writer and self.writer is not None:
             self.writer.close()
 
     def _abandon(self) -> None:
@@ -245,7 +246,10 @@ class Monitor:
         return dist.get_rank(self.group), dist.get_world_size(self.group)
 
     def _first(self) -> bool:
-        return self._world()[0] == 0
+        """Whether this process writes; before the processes know one another, torchrun has numbered them."""
+        if dist.is_available() and dist.is_initialized():
+            return self._world()[0] == 0
+        return os.environ.get("RANK", "0") == "0"
 
     def _joined(self, layers: list[Layer]) -> list[Layer]:
         """What all processes saw: one all-reduce over sums and counts, and a slot for each process's maxima.
@@ -347,11 +351,14 @@ class Monitor:
         return getattr(sys.modules.get("wandb"), "run", None)
 
 
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
+
+
 def _unwrapped(model: nn.Module) -> nn.Module:
     """The model inside DistributedDataParallel and torch.compile: that one is called with its own arguments."""
     while True:
         inner = getattr(model, "_orig_mod", None)
-        if inner is None and type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
+        if inner is None and type(model).__name__ in _WRAPPERS:
             inner = getattr(model, "module", None)
         if not isinstance(inner, nn.Module):
             return model

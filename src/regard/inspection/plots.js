@@ -77,11 +77,12 @@ const plots = (() => {
   // A line chart. x: places from 0 to 1; marks: [[place, text]]; series: [{name, style, dashed, values}]; bands: [{name,
   // style, low, high}] are areas; levels: [[value, text]] and events: [[place, style]] are lines across and down. Who
   // moves the reading is told by onread; what is returned moves it.
-  function drawLines(host, { x, at, marks, xTitle, yTitle, series, start, fromZero = true, height = 200, log = false, bands = [], levels = [], events = [], onread = null }) {
+  function drawLines(host, { x, at, marks, xTitle, yTitle, series, start, fromZero = true, ceiling = null, height = 200, log = false, bands = [], levels = [], events = [], onread = null }) {
     const [width, left, right, top, bottom] = [widthOf(host), 44, 12, 22, 36];
     const values = known([...series.flatMap((s) => s.values), ...bands.flatMap((b) => [...b.low, ...b.high]), ...levels.map(([v]) => v)]);
     let [low, high] = values.length ? [Math.min(...values), Math.max(...values)] : [0, 1];
     if (fromZero && !log) low = Math.min(0, low);
+    if (ceiling !== null) high = Math.max(high, ceiling);
     if (low === high) high = low + 1;
     let steps = ticks(low, high, 4);
     if (log) {
@@ -116,7 +117,7 @@ const plots = (() => {
       areas, events.map(([share, style]) => svg("line", { class: `event ${style}`, x1: X(share), x2: X(share), y1: top, y2: height - bottom })),
       levels.map(([v, text]) => [
         svg("line", { class: "line null dashed", x1: left, x2: width - right, y1: Y(v), y2: Y(v) }),
-        svg("text", { x: width - right, y: Y(v) - 4, "text-anchor": "end" }, text),
+        svg("text", { x: left + 4, y: Y(v) - 4 }, text),
       ]), crosshair, lines);
     const out = html("output", { class: "readout" });
     const keys = html("div", { class: "keys" }, [...bands, ...series].map((s) => html("span", {},

@@ -191,15 +191,24 @@ class Recorder:
         own = [n for module in modules.values() if isinstance(n := getattr(module, "layer_idx", None), int)]
         numbers = own if len(set(own)) == len(modules) else order  # a hybrid's layers keep their own
         self.indices = {id(module): n for module, n in zip(modules.values(), numbers, strict=True)}
-        self.configs = _configs(model)
-        self.problems = {name: hf.problem_of(name) for name in {c._attn_implementation_internal for c in self.configs}}
-        # Under these names the model finds us; the same ones each time, so that a compiled model knows them again.
-        self.ours = {name: f"regard-watch-{next(_watchers)}" for name in self.problems}
+        self.ours: dict[str | None, str] = {}
+        self._look()
         self.inspection = Inspection(self._statistics(statistics), self._about(), patterns=patterns)
         self.views: Views | None = None
         self.found: dict[int, Layer] = {}
         self.arguments: dict[str, Any] = {}
         self.forward_parameters = signatures.signature(model.forward).parameters
+
+    def _look(self) -> None:
+        """Which implementations the model names now, and the name under which it finds us instead of each: the same one
+        each time, so that a compiled model knows it again."""
+        self.configs = _configs(self.model)
+        names = {config._attn_implementation_internal for config in self.configs}
+        if any(str(name).startswith("regard-watch-") for name in names):
+            raise RuntimeError("model: expected one that is not watched already")
+        self.problems = {name: self.hf.problem_of(name) for name in names}
+        for name in names - self.ours.keys():
+            self.ours[name] = f"regard-watch-{next(_watchers)}"
 
     def _statistics(self, wanted: Iterable[str] | None) -> tuple[str, ...]:
         if wanted is None:
@@ -258,9 +267,8 @@ class Recorder:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """While the block runs the model's attention is ours; then everything is as before."""
+        self._look()
         before = [(config, config._attn_implementation_internal) for config in self.configs]
-        if any(str(name).startswith("regard-watch-") for _, name in before):
-            raise RuntimeError("model: expected one that is not watched already")
         installed: list[str] = []
         hooks = (
             self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),

@@ -55,23 +55,23 @@
 
   // --- charts --------------------------------------------------------------------------------------------------------
 
-  function chart(host, { yTitle, series, bands = [], levels = [], fromZero = false, wide = true, only = events }) {
+  function chart(host, { yTitle, series, bands = [], levels = [], fromZero = false, ceiling = null, only = events }) {
     const all = known([...series.flatMap((s) => s.values), ...bands.flatMap((b) => [...b.low, ...b.high])]);
-    const log = wide && all.length > 0 && Math.min(...all) > 0 && Math.max(...all) > 50 * Math.min(...all);
+    const log = ceiling === null && all.length > 0 && Math.min(...all) > 0 && Math.max(...all) > 50 * Math.min(...all);
     const marked = only.map((event) => [Math.min(Math.max(place(event.step), 0), 1), event.severity]);
     return drawLines(host, {
       x, at: (i) => `step ${steps[i].toLocaleString("en")}`, marks: stepMarks(widthOf(host)), xTitle: "step",
       yTitle: log ? `${yTitle} (log scale)` : yTitle, series, bands, levels: log || levels.length === 0 || Math.max(...all) > levels[0][0] / 2 ? levels : [],
-      start: state.cursor, fromZero, log, height: 220, events: marked, onread: setCursor,
+      start: state.cursor, fromZero, ceiling, log, height: 220, events: marked, onread: setCursor,
     });
   }
 
   function drawRun() {
     const some = (name) => name in values && known(values[name]).length > 0;
     readings = [];
-    for (const [id, name, yTitle] of [["loss", "loss", "loss"], ["norm", "grad_norm", "gradient norm"], ["logit", "max_attention_logit", "largest score"]]) {
-      $(`${id}-figure`).hidden = !some(name);
-      if (!some(name)) continue;
+    const charts = [["loss", "loss", "loss"], ["norm", "grad_norm", "gradient norm"], ["logit", "max_attention_logit", "largest score"]];
+    for (const [id, name] of charts) $(`${id}-figure`).hidden = !some(name); // before any is drawn: they share the width
+    for (const [id, name, yTitle] of charts.filter(([, name]) => some(name))) {
       const bands = id === "loss" && some("loss_min") ? [{ name: "since the last sample", style: "first", low: values.loss_min, high: values.loss_max }] : [];
       const levels = id === "logit" ? [[100, "alarm: 100"]] : [];
       readings.push(chart($(id), { yTitle, series: [{ name: yTitle, style: "first", values: values[name] }], bands, levels }));
@@ -90,7 +90,7 @@
     const index = layers[state.layer][0];
     const levels = state.metric === "max_score" ? [[100, "alarm: 100"]] : [];
     const only = events.filter((event) => event.layer === index || event.layer === null);
-    drawnLayer = chart($("lines"), { yTitle: metric(state.metric).label, series, bands, levels, only, fromZero: metric(state.metric).range !== undefined, wide: metric(state.metric).range !== "share" });
+    drawnLayer = chart($("lines"), { yTitle: metric(state.metric).label, series, bands, levels, only, fromZero: metric(state.metric).range !== undefined, ceiling: metric(state.metric).range === "share" ? 1 : null });
   }
 
   // --- the map: layer by step ----------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@
       const value = table[n][i];
       const fine = value !== null && Number.isFinite(value);
       return svg("rect", {
-        class: fine ? "cell" : "cell missing", "data-layer": index, "data-step": steps[i], fill: fine ? colour(VIRIDIS, share(value)) : null,
+        class: fine ? "cell" : "cell missing", "shape-rendering": "crispEdges", "data-layer": index, "data-step": steps[i], fill: fine ? colour(VIRIDIS, share(value)) : null,
         x: left + edges[k] * inner, y: top + n * cellHeight, width: Math.max(0.5, (edges[k + 1] - edges[k]) * inner + 0.4), height: cellHeight - (cellHeight > 9 ? 1 : 0),
         onpointerenter: () => setCursor(i), onclick: () => { setLayer(n); setCursor(i); },
       });
@@ -198,7 +198,7 @@
   }
 
   function drawProvenance() {
-    const about = { ...record.about, samples: record.samples, shown: steps.length };
+    const about = { ...record.about, samples: record.samples };
     $("provenance").replaceChildren(html("tbody", {}, Object.entries(about).filter(([, v]) => v !== null && v !== "").map(([name, value]) =>
       html("tr", {}, html("th", { scope: "row" }, name), html("td", {}, String(value))))));
     const heads = layers.reduce((sum, layer) => sum + layer[2], 0);
