@@ -52,7 +52,7 @@ def test_steps_and_losses_are_the_trainers(tmp_path):
         assert line["grad_norm"] == pytest.approx(logged[line["step"]]["grad_norm"], rel=1e-5)
         assert 4 * 8 <= line["rows"] <= 4 * 12
     model = trainer.model
-    assert model.config._attn_implementation == "sdpa" and operator.observer is None
+    assert model.config._attn_implementation == "sdpa" and operator.observers == []
     assert all(not m._forward_pre_hooks and not m._forward_hooks for m in model.modules())
 
 

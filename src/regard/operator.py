@@ -19,8 +19,8 @@ from .statistics import AuxOutput, requested, undefined
 
 BACKENDS = {"native": native, "sdpa": sdpa, "torch": definition}
 
-# Told of each call's form, budget and output [B, H, Tq, Dv], while somebody listens (a `Monitor` in a sampled step).
-observer: Callable[[Form, Budget | None, Tensor], None] | None = None
+# Told of each call's form, budget and output [B, H, Tq, Dv]: empty but where a `Monitor` samples a step.
+observers: list[Callable[[Form, Budget | None, Tensor], None]] = []
 
 
 @overload
@@ -90,8 +90,8 @@ def attention(
     results = run(form, names, backend, to_meet)
     assert form.query is not None
     out = results["out"]
-    if observer is not None:
-        observer(form, to_meet, out)
+    for observe in observers:
+        observe(form, to_meet, out)
     if out.dtype != form.query.dtype:  # which autocast may have changed
         out = out.to(form.query.dtype)
     out = _unfold(out, query, key, value)

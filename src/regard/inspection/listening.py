@@ -135,8 +135,6 @@ class OfModules:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """While the block runs we are told of every call of attention, and by whom; then everything is as before."""
-        if operator.observer is not None:
-            raise RuntimeError("Monitor: expected one at a time to sample, another one does")
         self.names = {id(module): name or type(module).__name__ for name, module in self.model.named_modules()}
         hooks = [
             self.model.register_forward_pre_hook(self.before_model, with_kwargs=True),
@@ -147,11 +145,11 @@ class OfModules:
                 module.register_forward_pre_hook(self.before),
                 module.register_forward_hook(self.after, always_call=True),
             ]
-        operator.observer = self.seen
+        operator.observers.append(self.seen)
         try:
             yield
         finally:
-            operator.observer = None
+            operator.observers.remove(self.seen)
             for hook in hooks:
                 hook.remove()
             self.stack.clear()
