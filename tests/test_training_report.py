@@ -30,7 +30,7 @@ def run(tmp_path_factory):
     return path
 
 
-def long_run(path: Path, layers: int = 48, count: int = 1500) -> Path:
+def long_run(path: Path, layers: int = 48, count: int = 450) -> Path:
     """A run file of a large model, as `Monitor` would write it."""
     kinds = {"entropy_norm": ("p10", "p50", "p90", "min"), "first_key_mass": ("p10", "p50", "p90", "max")}
     with path.open("w") as file:
@@ -239,7 +239,7 @@ def test_values_are_read_off_everywhere_at_once(show, run):
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowDown")
     assert page.inner_text("#readout").startswith("Step 25, layer 2 (layers.2)")
-    page.focus("#loss svg")
+    page.focus("#loss svg[tabindex]")
     page.keyboard.press("ArrowLeft")
     assert page.inner_text("#readout").startswith("Step 20, layer 2")
     page.select_option("#layer", "0")
@@ -251,7 +251,11 @@ def test_events_are_marked_listed_and_lead_to_their_step(show, run):
     found = events(run)
     assert page.locator("#events-list > li").count() == len(found) == page.locator("#map path.flag").count()
     assert page.locator("#loss line.event").count() == len(found)
-    alarm = next(e for e in found if e["event"] == "logit-alarm")
+    alarm = [e for e in found if e["event"] == "logit-alarm"][-1]
+    page.focus("#loss svg[tabindex]")
+    for _ in range(25):
+        page.keyboard.press("ArrowLeft")
+    assert page.inner_text("#readout").startswith("Step 0,")
     item = page.locator(f'#events-list li[data-rule="logit-alarm"][data-step="{alarm["step"]}"]').first
     assert alarm["message"] in item.inner_text()
     item.locator("summary").click()
@@ -275,7 +279,7 @@ def test_script_in_the_names_is_shown_and_not_run(show, run, tmp_path):
 def test_a_long_run_of_a_large_model(show, tmp_path):
     page = show(long_run(tmp_path / "long.jsonl"))
     assert page.locator("#map rect.cell").count() <= 9000 + 48
-    assert "1,500 samples, 400 of them shown, 48 layers, 1,536 heads" in page.inner_text("#facts")
+    assert "450 samples, 400 of them shown, 48 layers, 1,536 heads" in page.inner_text("#facts")
     assert page.inner_text("#events-list") == "Nothing happened that a rule speaks of."
     assert page.locator("#map svg").bounding_box()["height"] < 520
     page.select_option("#metric", "first_key_mass")
