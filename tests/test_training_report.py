@@ -126,6 +126,9 @@ def test_the_command_shows_and_writes(command, run, tmp_path):
     assert command(folder).output == command(run).output
 
 
+HEAD = b'{"format": "regard-monitor", "version": 1}\n'
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -140,8 +143,11 @@ def test_the_command_shows_and_writes(command, run, tmp_path):
             b'{"format": "regard-monitor", "version": 1}\n{"step": 1, "attn/entropy/L00_p10": "x"}\n',
             "expected a number",
         ),
-        (b'{"format": "regard-monitor", "version": 1}\n{"step": "x"}\n', "step is no integer"),
-        (b'{"format": "regard-monitor", "version": 1}\n{"step": 1, "event": "x"}\n', "sampled step"),
+        (HEAD + b'{"step": "x"}\n', "step is no integer"),
+        (HEAD + b'{"step": 1, "event": "x"}\n', "sampled step"),
+        (HEAD + b'{"step": 1, "attn/entropy/L00_p10": NaN}\n', "NaN is no JSON number"),
+        (HEAD + b'{"layers": [[0, 1]]}\n', "got line 2"),
+        (HEAD + b'{"step": 1, "loss": [], "attn/entropy/L00_p10": 1}\n', "expected a number as loss of step 1"),
     ],
 )
 def test_what_is_no_run_file_is_refused(command, tmp_path, content, message):

@@ -25,6 +25,8 @@ _HEAD = f'{{"format": "{FORMAT}"'.encode()
 def located(path: str | os.PathLike[str]) -> Path:
     """The file that a path means: itself, or `attention.jsonl` in a folder (one that is there, or has no ending)."""
     found = Path(path)
+    if found.is_file():
+        return found
     return found / NAME if found.is_dir() or not found.suffix or str(path).endswith(("/", os.sep)) else found
 
 
@@ -75,11 +77,15 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         try:
-            entry = json.loads(line)
+            entry = json.loads(line, parse_constant=_refused)
             if not isinstance(entry, dict):
                 raise TypeError("not an object")
             if not isinstance(entry.get("step", 0), int):
                 raise TypeError("its step is no integer")
+            for layer in entry.get("layers", []):
+                index, name, heads = layer
+                if not (isinstance(index, int) and isinstance(name, str) and isinstance(heads, int)):
+                    raise TypeError("its layers are no layers")
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}: expected a line that Monitor wrote, got line {number}: {error}") from None
         if number == 1 and (entry.get("format"), entry.get("version")) != (FORMAT, VERSION):
@@ -88,6 +94,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     if not found and not _HEAD.startswith(torn[: len(_HEAD)]):
         raise ValueError(f"{path}: expected a run file of regard.Monitor, got another file")
     return found
+
+
+def _refused(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
 
 
 # --- reading a run ----------------------------------------------------------------------------------------------------
@@ -115,6 +125,8 @@ def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:
         missing = {field.name for field in fields(Event)} - event.keys()
         if missing:
             raise ValueError(f"{where}: expected {', '.join(sorted(missing))} in an event, step {event['step']}")
+        if not isinstance(event["layer"], int | None):
+            raise ValueError(f"{where}: expected a layer's number in an event, step {event['step']}")
     kept = _thinned(samples, [event["step"] for event in events])
     named = next((line["layers"] for line in reversed(lines) if "layers" in line), [])
     names: dict[int, list[Any]] = {layer[0]: layer for layer in named}
@@ -122,10 +134,12 @@ def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:
     for n, sample in enumerate(kept):
         for name, value in sample.items():
             found = _METRIC.fullmatch(name)
-            if found is None:
+            if found is None and name not in WHOLE:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float | None):
                 raise ValueError(f"{where}: expected a number as {name} of step {sample['step']}, got {value!r}")
+            if found is None:
+                continue
             metric, index, kind = found[1], int(found[2]), found[3] or "all"
             names.setdefault(index, [index, "", 0])
             by_layer = metrics.setdefault(metric, {}).setdefault(kind, {})
