@@ -312,6 +312,7 @@ def test_a_model_without_attention_is_told(tmp_path):
         ({"statistics": ["entropies"]}, "statistics: expected names among .* got 'entropies'"),
         ({"statistics": ["key_mass"]}, "statistics: expected"),
         ({"thresholds": {"spike": -1}}, "expected spike to be a positive number, got -1"),
+        ({"thresholds": {"spikes": 1}}, "thresholds: expected names among .* got 'spikes'"),
         ({"thresholds": 3}, "thresholds: expected a Limits, a dict or None, got 3"),
         ({"writer": 3}, "writer: expected a SummaryWriter, a folder or None, got 3"),
     ],

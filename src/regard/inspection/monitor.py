@@ -11,6 +11,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from os import PathLike
 from typing import Any
 
@@ -80,6 +81,10 @@ class Monitor:
         if not is_integer(every) or every < 1:
             raise ValueError(f"every: expected a positive int, got {describe(every)}")
         if isinstance(thresholds, Mapping):
+            unknown = thresholds.keys() - {field.name for field in fields(Limits)}
+            if unknown:
+                known = ", ".join(field.name for field in fields(Limits))
+                raise ValueError(f"thresholds: expected names among {known}, got {', '.join(map(repr, unknown))}")
             thresholds = Limits(**thresholds)  # type: ignore[arg-type]
         if thresholds is not None and not isinstance(thresholds, Limits):
             raise TypeError(f"thresholds: expected a Limits, a dict or None, got {describe(thresholds)}")
@@ -93,7 +98,7 @@ class Monitor:
         self._pending: dict[str, Any] | None = None  # a sampled step whose loss is not known yet
         self._told: dict[str, Any] = {}  # what `log` said last, by step
         self._waiting: list[tuple[int, Any, Any]] = []  # ... and what is still on an accelerator
-        self._since: list[float] = []  # losses since the last line
+        self._since: list[float] = []  # lowest and highest loss since the last line
         self._silent = False
         self.journal = Journal(path, self._about()) if self._first() else None
         self.writer, self._own_writer = _writer(writer) if self._first() else (None, False)
@@ -161,7 +166,11 @@ class Monitor:
         given = [x.detach() if isinstance(x, Tensor) else x for x in (loss, grad_norm)]
         self._waiting.append((step, given[0], given[1]))
         sampled = self._pending is not None and self._pending["step"] == step
-        if sampled or not any(isinstance(x, Tensor) and x.device.type != "cpu" for x in given):
+        if (
+            sampled
+            or len(self._waiting) > 1000
+            or not any(isinstance(x, Tensor) and x.device.type != "cpu" for x in given)
+        ):
             self._drain()
         if sampled:
             self.flush()
@@ -173,7 +182,7 @@ class Monitor:
             loss, norm = (None if x is None else float(x) for x in given)
             self._told = {"step": step, "loss": loss, "grad_norm": norm}
             if loss is not None and math.isfinite(loss):
-                self._since.append(loss)
+                self._since = [min([*self._since, loss]), max([*self._since, loss])]
             self._tell(self.watch.logged(step, loss=loss, grad_norm=norm))
 
     def flush(self) -> None:
@@ -189,7 +198,7 @@ class Monitor:
         line: dict[str, Any] = {"step": step}
         line |= {name: _number(told[name]) for name in ("loss", "grad_norm") if told.get(name) is not None}
         if self._since:
-            line |= {"loss_min": _number(min(self._since)), "loss_max": _number(max(self._since))}
+            line |= {"loss_min": _number(self._since[0]), "loss_max": _number(self._since[1])}
         self._since = []
         line["rows"] = int(max(float(layer.rows.max()) for layer in layers))
         line |= {name: _number(value) for name, value in metrics.items()}
