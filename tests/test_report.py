@@ -90,7 +90,8 @@ def test_nothing_is_referred_to():
 
 
 def test_text_is_never_markup():
-    script = resources.files("regard.inspection").joinpath("page.js").read_text("utf-8")
+    folder = resources.files("regard.inspection")
+    script = "".join(folder.joinpath(name).read_text("utf-8") for name in ("plots.js", "page.js"))
     for unsafe in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function"):
         assert unsafe not in script
     page = to_html(hostile(), hostile())
@@ -101,8 +102,9 @@ def test_text_is_never_markup():
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node, which checks the script's syntax, is not installed")
 def test_the_script_parses():
-    with resources.as_file(resources.files("regard.inspection").joinpath("page.js")) as path:
-        subprocess.run(["node", "--check", str(path)], check=True)
+    for name in ("plots.js", "page.js", "training.js"):
+        with resources.as_file(resources.files("regard.inspection").joinpath(name)) as path:
+            subprocess.run(["node", "--check", str(path)], check=True)
 
 
 def test_a_wheel_carries_the_page(tmp_path):
@@ -114,7 +116,8 @@ def test_a_wheel_carries_the_page(tmp_path):
     subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
     [wheel] = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert {f"regard/inspection/page.{kind}" for kind in ("html", "css", "js")} <= set(names)
+    parts = ("page.html", "page.css", "page.js", "plots.js", "training.html", "training.js")
+    assert {f"regard/inspection/{part}" for part in parts} <= set(names)
 
 
 def test_records_of_other_shapes_are_not_compared():

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from . import geometry as geometry  # a module, not a name of __all__
 from .estimation import Calibration, Estimate, Evidence, calibrate, estimate, evidence
-from .inspection import Inspection, inspect, watch
+from .inspection import Inspection, Monitor, inspect, watch
 from .operator import Choice, attention, select_backend
 from .plan import Certificate, Path, Plan, block_mass, certify, path, solve, topk, weights_at
 from .problem import ALiBi, Bias, Causal, Documents, Free, MatchEntropy, MatchKL, Rows, Transport, Window
@@ -38,6 +38,7 @@ __all__ = [
     "Inspection",
     "MatchEntropy",
     "MatchKL",
+    "Monitor",
     "Path",
     "Plan",
     "Rows",

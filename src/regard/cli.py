@@ -238,6 +238,74 @@ def _show_comparison(record: dict[str, Any], other: dict[str, Any], console: Con
     console.print()
 
 
+# --- regard report ----------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def report(
+    run: Annotated[
+        Path, typer.Argument(help="What regard.Monitor wrote: its file, or the folder; or an inspection's run file.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="Write the report, one HTML file, here.")] = None,
+) -> None:
+    """See how the attention of a model went during training: layers over steps, and what happened."""
+    from .inspection.command import Refused, read_any
+    from .inspection.report import to_html, training_html
+
+    console, errors = Console(), Console(stderr=True)
+    try:
+        if out is not None and out.is_dir():
+            raise Refused(f"{out}: expected a file, got a folder")
+        if out is not None and not out.resolve().parent.is_dir():
+            raise Refused(f"{out}: there is no folder {out.resolve().parent}")
+        kind, record = read_any(run)
+    except Refused as refusal:
+        errors.print(Text.assemble(("error: ", "bold red"), str(refusal)), soft_wrap=True)
+        raise typer.Exit(2) from None
+    if kind == "training":
+        _show_training(record, console)
+    else:
+        _show_record(record, console)
+    if out is not None:
+        out.write_text(training_html(record) if kind == "training" else to_html(record), encoding="utf-8")
+        console.print(Text(f"report: {out}"), soft_wrap=True)
+
+
+def _show_training(record: dict[str, Any], console: Console) -> None:
+    from .inspection.report import training_verdict
+
+    about, steps, layers = record["about"], record["steps"], record["layers"]
+    heads = sum(layer[2] for layer in layers)
+    console.print(
+        Text.assemble(
+            (str(about.get("checkpoint") or about.get("model") or "model"), "bold"),
+            f"  {len(layers)} layers, {heads} heads, {record['samples']} samples from step {steps[0]:,} "
+            f"to {steps[-1]:,}",
+        )
+    )
+    console.print(Text(training_verdict(record), style="bold"))
+    console.print()
+    wanted = (("entropy_norm", "p10"), ("entropy_norm", "p50"), ("max_score", "all"), ("first_key_mass", "p90"))
+    shown = [(metric, kind) for metric, kind in wanted if kind in record["metrics"].get(metric, {})]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("layer", justify="right")
+    for metric, kind in shown:
+        table.add_column(metric if kind == "all" else f"{metric} {kind}", justify="right")
+    for n, layer in enumerate(layers):
+        ends = ([v for v in record["metrics"][metric][kind][n] if v is not None] for metric, kind in shown)
+        table.add_row(str(layer[0]), *(f"{some[0]:.3g} → {some[-1]:.3g}" if some else "-" for some in ends))
+    console.print(table)
+    colours = {"alarm": "bold red", "warning": "yellow"}
+    if record["events"]:
+        console.print()
+    for event in record["events"][:12]:
+        rule = (str(event["rule"]), colours.get(event["severity"], ""))
+        console.print(Text.assemble(f"step {event['step']:,}  ", rule, f"  {event['message']}"))
+    if len(record["events"]) > 12:
+        console.print(Text(f"and {len(record['events']) - 12} more events, which the report has", "dim"))
+    console.print()
+
+
 # --- regard lab -------------------------------------------------------------------------------------------------------
 
 lab = typer.Typer(help="What has been claimed about attention, checked by running it.", no_args_is_help=True)

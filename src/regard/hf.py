@@ -478,6 +478,11 @@ def configurations(*waiting: Any) -> list[Any]:
     return list(found.values())
 
 
+def configurations_of(model: nn.Module) -> list[Any]:
+    """Those of a model and of its parts."""
+    return configurations(*(module.config for module in model.modules() if hasattr(module, "config")))
+
+
 def check(model: nn.Module) -> dict[str, nn.Module]:
     """`attentions(model)`; raises where there are none, and warns of modules that compute attention another way."""
     found = attentions(model)
@@ -585,7 +590,7 @@ def retrofit(
         raise ValueError('inputs: expected None without "sink", whose score they set')
     potentials = {} if inputs is None else _potentials(model, inputs)
     before = {
-        "implementations": [config._attn_implementation_internal for config in _configurations(model)],
+        "implementations": [config._attn_implementation_internal for config in configurations_of(model)],
         "trainable": [name for name, parameter in model.named_parameters() if parameter.requires_grad],
     }
     _attach(model, learn)
@@ -630,12 +635,12 @@ def unretrofit(model: nn.Module) -> nn.Module:
         for key, hook in list(module._forward_pre_hooks.items()):
             if hook is _refuse_others:
                 del module._forward_pre_hooks[key]
-    for config in _configurations(model):
+    for config in configurations_of(model):
         if hasattr(config, RECORD):
             delattr(config, RECORD)
     before: Any = model.__dict__.pop("_before_retrofit", None)
     if before is not None:  # else it was loaded as it is: it stays on regard
-        for config, name in zip(_configurations(model), before["implementations"], strict=True):
+        for config, name in zip(configurations_of(model), before["implementations"], strict=True):
             config._attn_implementation_internal = name
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in before["trainable"])
@@ -696,7 +701,7 @@ def _attach(model: nn.Module, learn: tuple[str, ...]) -> None:
         raise ValueError('learn: expected no "bias" for an encoder-decoder, between whose sequences is no distance')
     heads = {where: _heads(where, module) for where, module in found.items()}
     name = register()
-    for config in _configurations(model):
+    for config in configurations_of(model):
         setattr(config, RECORD, list(learn))
         if config._attn_implementation_internal not in _installed:
             config._attn_implementation_internal = name
@@ -716,12 +721,6 @@ def _heads(name: str, module: nn.Module) -> int:
     raise ValueError(
         f"model: expected attentions that say how many heads they have, got {name} ({type(module).__name__})"
     )
-
-
-def _configurations(model: nn.Module) -> list[Any]:
-    from .inspection.recorder import _configs
-
-    return _configs(model)
 
 
 def _retrofit_of(module: nn.Module, stripped: bool = False) -> Retrofit | None:
@@ -794,9 +793,10 @@ def entropies(model: nn.Module) -> Iterator[Entropies]:
     found = Entropies()
 
     class Listener(Recorder):
-        def _before_forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            super()._before_forward(model, args, kwargs)
-            found.clear()
+        def _before_part(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            if not self.frames:
+                found.clear()
+            super()._before_part(module, args, kwargs)
 
         def _attend(self, module: nn.Module, call: dict[str, Any], position_ids: object) -> Tensor:
             request = AuxRequest(entropy=True, support=True)
@@ -809,11 +809,11 @@ def entropies(model: nn.Module) -> Iterator[Entropies]:
                     "the entropies, got the reentrant kind"
                 )
             (B, _, Tq, _), Tk = call["query"].shape, call["key"].shape[2]
-            real = self._positions(module, B, Tq, Tk, position_ids)[0]
+            real = self._place(module, B, Tq, Tk, position_ids).real
             assert aux.entropy is not None and aux.support is not None
             marginal = (call["problem"] or Transport()).marginal
             keys = aux.support + (isinstance(marginal, Rows) and marginal.sink is not None)
-            rows = None if real is None else real[:, None]
+            rows = None if real is None else real[:, None].to(out.device)
             found.append(Entropy(self.names.get(id(module), type(module).__name__), aux.entropy, keys, rows))
             return out
 
@@ -823,6 +823,17 @@ def entropies(model: nn.Module) -> Iterator[Entropies]:
             raise ValueError(f"model: expected one that solves KL(), whose entropy has a gradient, got {problem!r}")
     with listener.listening():
         yield found
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def __getattr__(name: str) -> Any:
+    if name == "MonitorCallback":  # imported when used: it needs transformers' Trainer
+        from .inspection.callback import MonitorCallback
+
+        return MonitorCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # --- finding a model --------------------------------------------------------------------------------------------------

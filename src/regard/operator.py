@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -17,6 +18,9 @@ from .problem import Budget, Transport
 from .statistics import AuxOutput, requested, undefined
 
 BACKENDS = {"native": native, "sdpa": sdpa, "torch": definition}
+
+# Told of each call's form, budget and output [B, H, Tq, Dv]: empty but where a `Monitor` samples a step.
+observers: list[Callable[[Form, Budget | None, Tensor], None]] = []
 
 
 @overload
@@ -82,9 +86,12 @@ def attention(
     form = lower(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap, key_scale)
     statistics = requested(return_aux)
     names = ("out", *statistics)
-    results = run(form, names, backend, _budget(problem))
+    to_meet = _budget(problem)
+    results = run(form, names, backend, to_meet)
     assert form.query is not None
     out = results["out"]
+    for observe in observers:
+        observe(form, to_meet, out)
     if out.dtype != form.query.dtype:  # which autocast may have changed
         out = out.to(form.query.dtype)
     out = _unfold(out, query, key, value)

@@ -1,4 +1,5 @@
-"""What `regard inspect` does: find the model, read a text, inspect, and give the record that the report shows."""
+"""What `regard inspect` does: find the model, read a text, inspect, and give the record that the report shows. And what
+`regard report` reads: a run file, of a training or of an inspection."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .findings import RULES, SEVERITIES, Thresholds, check_format
+from .journal import located, read_run
 
 
 class Refused(Exception):
@@ -121,6 +123,29 @@ def limits(settings: list[str]) -> Thresholds:
         return Thresholds(**chosen)
     except ValueError as error:
         raise Refused(f"--threshold: {error}") from None
+
+
+def read_any(path: Path) -> tuple[str, dict[str, Any]]:
+    """What a file holds: ("training", ...) of a Monitor, or ("inspection", ...) as a run file or numbers."""
+    if not path.exists():
+        raise Refused(f"{path}: there is no such file")
+    where = located(path)
+    if path.is_dir() and not where.exists():
+        raise Refused(f"{path}: expected a folder with {where.name} in it, which regard.Monitor writes")
+    try:
+        if where.stat().st_size == 0:
+            raise Refused(f"{where}: expected a run file, got an empty one")
+        with where.open("rb") as file:
+            head = file.read(64)
+        if where.suffix == ".json" and head.lstrip().startswith(b"{"):
+            return "inspection", read_record(where)
+        if len(head) > 8 and head[8:9] == b"{":  # safetensors: the header's length, then the header
+            from .result import Inspection
+
+            return "inspection", Inspection.load(where).record()
+        return "training", read_run(where)
+    except (OSError, ValueError) as error:
+        raise Refused(f"{error}") from None
 
 
 def judge(fail_on: list[str]) -> Callable[[dict[str, Any]], bool]:

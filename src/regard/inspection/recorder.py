@@ -192,8 +192,8 @@ class Recorder:
         own = [n for module in modules.values() if isinstance(n := getattr(module, "layer_idx", None), int)]
         numbers = own if len(set(own)) == len(modules) else order  # a hybrid's layers keep their own
         self.indices = {id(module): n for module, n in zip(modules.values(), numbers, strict=True)}
-        self.configs = hf.configurations(*(module.config for module in model.modules() if hasattr(module, "config")))
-        self.problems = {name: hf.problem_of(name) for name in {c._attn_implementation_internal for c in self.configs}}
+        self.ours: dict[str | None, str] = {}
+        self._look()
         self.inspection = Inspection(self._statistics(statistics), self._about(), patterns=patterns)
         self.views: Views | None = None
         self.found: dict[int, Layer] = {}
@@ -210,6 +210,17 @@ class Recorder:
             takes = signatures.signature(module.forward).parameters.keys() & _INPUTS
             if module is self.model or takes or id(module) in self.indices:
                 yield module
+
+    def _look(self) -> None:
+        """Which implementations the model names now, and the name under which it finds us instead of each: the same one
+        each time, so that a compiled model knows it again."""
+        self.configs = self.hf.configurations_of(self.model)
+        names = {config._attn_implementation_internal for config in self.configs}
+        if any(str(name).startswith("regard-watch-") for name in names):
+            raise RuntimeError("model: expected one that is not watched already")
+        self.problems = {name: self.hf.problem_of(name) for name in names}
+        for name in names - self.ours.keys():
+            self.ours[name] = f"regard-watch-{next(_watchers)}"
 
     def _statistics(self, wanted: Iterable[str] | None) -> tuple[str, ...]:
         if wanted is None:
@@ -268,17 +279,16 @@ class Recorder:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """While the block runs the model's attention is ours; then everything is as before."""
+        self._look()
         before = [(config, config._attn_implementation_internal) for config in self.configs]
-        if any(str(name).startswith("regard-watch-") for _, name in before):
-            raise RuntimeError("model: expected one that is not watched already")
-        ours: dict[str | None, str] = {}
+        installed: list[str] = []
         hooks: list[Any] = []
         try:
             for name, problem in self.problems.items():
-                ours[name] = f"regard-watch-{next(_watchers)}"
-                self.hf.install(ours[name], self._attention_function(problem))
+                self.hf.install(self.ours[name], self._attention_function(problem))
+                installed.append(self.ours[name])
             for config, name in before:
-                config._attn_implementation_internal = ours[name]
+                config._attn_implementation_internal = self.ours[name]
             for module in self._listened():
                 if id(module) in self.indices:
                     hooks.append(module.register_forward_pre_hook(self._before_attention, with_kwargs=True))
@@ -289,7 +299,7 @@ class Recorder:
         finally:
             for config, name in before:
                 config._attn_implementation_internal = name
-            for name in ours.values():
+            for name in installed:
                 self.hf.remove(name)
             for hook in hooks:
                 hook.remove()
@@ -336,6 +346,10 @@ class Recorder:
 
         return function  # type: ignore[return-value]
 
+    def _counts(self) -> bool:
+        """Whether the pass under way is to be recorded: in backward, checkpointing repeats one that was."""
+        return torch._C._current_graph_task_id() == -1
+
     def _attend(self, module: nn.Module, call: dict[str, Any], position_ids: object) -> Tensor:
         statistics = self.inspection.statistics
         B, H, Tq, _ = call["query"].shape
@@ -351,12 +365,12 @@ class Recorder:
         if real is not None:
             wanted.discard("key_mass")
         out, aux = self.hf.attend(module, call, AuxRequest(**dict.fromkeys(wanted, True)))
-        if torch._C._current_graph_task_id() != -1:  # in backward: checkpointing repeats a pass, recorded before
+        if not self._counts():
             return out
         with torch.no_grad():
             by_query, by_key = (None, None)
             if not plain or "key_mass" in statistics:
-                by_query, by_key = _admissible(call, real)
+                by_query, by_key = admissible(lower(**call), real)
             keys = aux.support if plain else by_query
             assert keys is not None and aux.entropy is not None and aux.max_scores is not None
             sink = isinstance(problem.marginal, Rows) and problem.marginal.sink is not None
@@ -367,7 +381,7 @@ class Recorder:
                 if first is not None:  # a sequence that does not begin at key 0
                     index = first.clamp(min=0)[:, None, :, None].to(call["query"].device)
                     values["first_key_mass"] = weights_at(index=index, **plan).squeeze(-1)
-                seen = _sees_first(lower(**call), first)
+                seen = sees_first(lower(**call), first)
                 values["first_key_mass"] = torch.where(seen, values["first_key_mass"], torch.nan)
             values |= {
                 "output_norm": out.float().norm(dim=-1),
@@ -532,7 +546,7 @@ def _narrowed(problem: Transport, prior: Documents) -> Transport:
     return Transport(problem.regularizer, prior=prior_, marginal=problem.marginal, temperature=problem.temperature)
 
 
-def _sees_first(form: Form, first: Tensor | None) -> Tensor:
+def sees_first(form: Form, first: Tensor | None = None) -> Tensor:
     """Which queries may read the first key of their sequence (broadcasts to [B, H, Tq]): not those that a window keeps
     from it, nor those whose cache has dropped it."""
     B, H, Tq, _ = form.shape
@@ -563,11 +577,11 @@ def _past(prior: Prior | None) -> Prior:
     return causal if prior is None else prior * causal
 
 
-def _admissible(call: dict[str, Any], real: Tensor | None) -> tuple[Tensor, Tensor]:
+def admissible(form: Form, real: Tensor | None) -> tuple[Tensor, Tensor]:
     """Keys that each query may read [B, H|1, Tq], and (real) queries that may read each key [B, H|1, Tk]."""
-    form = lower(**call)
+    assert form.query is not None
     B, H, Tq, Tk = form.shape
-    device = call["query"].device
+    device = form.query.device
     by_query, by_key = [], torch.zeros(B, 1, Tk, device=device)
     for start in range(0, Tq, 256):
         rows = slice(start, min(Tq, start + 256))

@@ -1,5 +1,5 @@
-"""The report: one HTML file that needs nothing else. page.html, page.css and page.js are joined here with the record,
-and the page computes nothing that the record does not hold: the views are drawn from what `to_json()` writes."""
+"""The reports: one HTML file each that needs nothing else. page.* (of an inspection) or training.* (of a training run)
+are joined here with plots.js, page.css and the record, and a page computes nothing that the record does not hold."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import hashlib
 import html
 import json
 import re
+from collections import Counter
 from importlib import resources
 from typing import Any
 
@@ -29,19 +30,49 @@ def to_html(record: dict[str, Any], other: dict[str, Any] | None = None) -> str:
         data["other"] = _with(other, found_there)
         data["other_verdict"] = verdict(other, found_there)
         data["obstacle"] = incomparable(record, other)
-    style, script = _part("page.css"), _part("page.js")
-    policy = f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'"
-    parts = {
-        "policy": f"{policy}; form-action 'none'",
+    words = {
         "model": html.escape(str(record.get("provenance", {}).get("model") or "model")),
         "severity": next((s for s in SEVERITIES if any(f.severity == s for f in found)), "note"),
         "verdict": html.escape(verdict(record, found)),
+    }
+    return _page("page", words, data)
+
+
+def training_html(record: dict[str, Any]) -> str:
+    """The page for a training run (`journal.read_run`): what the layers did at each sampled step, and the events."""
+    about = record["about"]
+    words = {
+        "model": html.escape(str(about.get("checkpoint") or about.get("model") or "model")),
+        "severity": next((s for s in SEVERITIES if any(e["severity"] == s for e in record["events"])), "note"),
+        "verdict": html.escape(training_verdict(record)),
+    }
+    return _page("training", words, record)
+
+
+def training_verdict(record: dict[str, Any]) -> str:
+    """One line: which rules spoke, how often, and when first."""
+    events, steps = record["events"], record["steps"]
+    counts = Counter(event["rule"] for event in events)
+    parts = []
+    for rule, count in counts.items():
+        first = min(event["step"] for event in events if event["rule"] == rule)
+        parts.append(f"{rule} at step {first:,}" if count == 1 else f"{count} × {rule}, first at step {first:,}")
+    span = f"steps {steps[0]:,} to {steps[-1]:,}"
+    return f"{'; '.join(parts)}." if parts else f"Nothing alarming in {span}."
+
+
+def _page(name: str, words: dict[str, str], data: object) -> str:
+    """A page's parts joined, with a policy that allows its own script and style only."""
+    style, script = _part("page.css"), _part("plots.js") + _part(f"{name}.js")
+    policy = f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'"
+    parts = words | {
+        "policy": f"{policy}; form-action 'none'",
         "style": style,
         "script": script,
         "data": _embedded(data),
     }
     # One pass: what is inserted is not searched for places again.
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _part("page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _part(f"{name}.html"))
 
 
 def incomparable(record: dict[str, Any], other: dict[str, Any]) -> str | None:

@@ -1,0 +1,249 @@
+"""Named rules over a training run: what happened at which step, by which threshold, whose rule it is, what people do.
+
+`Watch` keeps what the rules compare with (the last values of each series) and nothing else; it is plain numbers, so
+that it can be saved with a checkpoint. An event is reported when it begins, not again while it lasts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a rule says of a step; layer and head are None where it speaks of the whole run."""
+
+    rule: str
+    severity: str  # alarm: act; warning: look
+    step: int
+    layer: int | None
+    head: int | None
+    metric: str
+    value: float | None  # None: not a number
+    threshold: float
+    message: str
+    why: str
+    remedy: str
+    source: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where each rule draws its line."""
+
+    max_score: float = 100.0  # a larger score than this
+    spike: float = 6.0  # this many standard deviations above the mean ...
+    window: int = 128  # ... of so many values before it (a quarter of them suffices; ours)
+    rise: float = 0.01  # ... and more than this share of the mean (ours: a flat series has no deviation to speak of)
+    dip: float = 0.5  # the entropy of a layer's lower heads under this share of its highest value ...
+    dip_samples: int = 8  # ... in so many samples before
+    oscillation: float = 1.5  # upward moves of the loss, as a multiple of its moves before
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"thresholds: expected {name} to be a positive number, got {value!r}")
+        for name in ("window", "dip_samples"):
+            if not isinstance(getattr(self, name), int):
+                raise ValueError(f"thresholds: expected {name} to be an int, got {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What the rules see of a layer in a sampled step."""
+
+    layer: int
+    entropy: list[float]  # mean H / log n of each head
+    lower: float  # their 10 % quantile
+    max_score: list[float]  # largest score of each head
+
+
+_LOUD = {
+    "rule": "logit-alarm",
+    "severity": "alarm",
+    "why": "Scores this large make the softmax one-hot, its gradient vanish and half precision lose digits; in "
+    "training they go on growing and end in loss spikes.",
+    "remedy": "QK-clip (rescale the query and key weights of this head), QK-norm, a softcap, or a smaller learning "
+    "rate.",
+    "source": "QK-clip (Kimi K2) and Megatron's default: largest score > 100",
+}
+_SPIKE = {
+    "rule": "spike",
+    "severity": "warning",
+    "why": "A value this far above what it was lately is no noise: often a bad batch, sometimes the beginning of a "
+    "divergence.",
+    "remedy": "Look at the batch. If spikes come more often or do not recover: clip gradients, lower the learning "
+    "rate, or go back to a checkpoint and skip the data.",
+    "source": "OLMo-core's StabilityMonitor: more than 6 standard deviations above the mean of the last 128 values",
+}
+_BROKEN = {
+    "rule": "not-finite",
+    "severity": "alarm",
+    "why": "From here on every weight that this gradient reaches is lost.",
+    "remedy": "Stop, go back to the last checkpoint, and look at the events before this one.",
+    "source": "arithmetic",
+}
+_COLLAPSE = {
+    "rule": "collapse-dip",
+    "severity": "alarm",
+    "why": "Attention falls onto few keys while the loss begins to swing: the pattern of entropy collapse. Peaked rows "
+    "pass hardly any gradient to the scores, and the run seldom comes back by itself.",
+    "remedy": "Go back before the dip with a smaller learning rate or a longer warm-up; σReparam or QK-norm; a floor "
+    "on the entropy; check the scale 1/√d and the initialisation.",
+    "source": "σReparam, arXiv 2303.06296 (a sharp dip of entropy together with oscillation of the loss); the numbers "
+    "are ours",
+}
+RULES = tuple(rule["rule"] for rule in (_LOUD, _COLLAPSE, _SPIKE, _BROKEN))
+RECENT = 8  # losses over which the run is said to swing
+
+
+@dataclass
+class Watch:
+    """The rules, and what they remember."""
+
+    limits: Limits = field(default_factory=Limits)
+    series: dict[str, list[float]] = field(default_factory=dict)  # the last values of the loss, ...
+    lower: dict[str, list[float]] = field(default_factory=dict)  # by layer: `Heads.lower` in the last samples
+    swings: list[float] = field(
+        default_factory=list
+    )  # how much the loss swung, at most, before each of the last samples
+    swing: float = 0.0  # ... and since
+    lasting: list[str] = field(default_factory=list)  # what has begun and not ended
+
+    def logged(self, step: int, **values: float | None) -> list[Event]:
+        """Numbers of the whole run at a step: loss, grad_norm."""
+        events = []
+        for name, value in values.items():
+            if value is None:
+                continue
+            if self._begins(f"not-finite {name}", not math.isfinite(value)):
+                events.append(_event(_BROKEN, step, None, None, name, None, math.inf, f"{name} is {value}"))
+            if math.isfinite(value):
+                events += self._spike(step, name, value)
+        if math.isfinite(values.get("loss") or 0.0):
+            self.swing = max(self.swing, self._swing())
+        return events
+
+    def sampled(self, step: int, layers: list[Heads]) -> list[Event]:
+        """The heads in a sampled step."""
+        self.swings = [*self.swings, self.swing][-self.limits.dip_samples :]
+        self.swing = 0.0
+        events = []
+        for heads in layers:
+            events += self._loud(step, heads)
+            known = [score for score in heads.max_score if math.isfinite(score)]
+            if known:
+                head = heads.max_score.index(max(known))
+                events += self._spike(step, f"attn/max_score/L{heads.layer:02d}", max(known), heads.layer, head)
+            events += self._dip(step, heads)
+        return events
+
+    def _begins(self, name: str, now: bool, over: bool | None = None) -> bool:
+        """Whether this begins now; it ends where it is over (None: where it is not so any more)."""
+        lasts = name in self.lasting
+        if lasts and (not now if over is None else over):
+            self.lasting.remove(name)
+        if now and not lasts:
+            self.lasting.append(name)
+            return True
+        return False
+
+    def _loud(self, step: int, heads: Heads) -> list[Event]:
+        limit = self.limits.max_score
+        top = max(heads.max_score, key=lambda score: -math.inf if math.isnan(score) else score)
+        if not self._begins(f"logit-alarm {heads.layer}", top > limit, over=top < 0.9 * limit):
+            return []
+        head = heads.max_score.index(top)
+        others = sum(score > limit for score in heads.max_score) - 1
+        more = f" ({others} more heads of the layer are above)" if others else ""
+        told = f"largest score {top:.4g} in layer {heads.layer}, head {head}, more than {limit:g}{more}"
+        return [_event(_LOUD, step, heads.layer, head, "max_score", top, limit, told)]
+
+    def _spike(
+        self, step: int, name: str, value: float, layer: int | None = None, head: int | None = None
+    ) -> list[Event]:
+        before = self.series.setdefault(name, [])
+        mean = fmean(before) if before else value
+        deviation = math.sqrt(fmean([(x - mean) ** 2 for x in before])) if before else 0.0
+        limit = mean + max(self.limits.spike * deviation, self.limits.rise * abs(mean))
+        high = len(before) >= max(2, self.limits.window // 4) and value > limit
+        self.series[name] = [*before, value][-self.limits.window :]
+        if not self._begins(f"spike {name}", high):
+            return []
+        where = "" if layer is None else f" in layer {layer}, head {head}"
+        label = name if layer is None else "largest score"
+        sigmas = f", {(value - mean) / deviation:.0f} standard deviations" if deviation > 0 else ""
+        told = f"{label} {value:.4g}{where}{sigmas} above its mean {mean:.4g} over the last {len(before)} values"
+        metric = name if layer is None else "max_score"
+        return [_event(_SPIKE, step, layer, head, metric, value, limit, told)]
+
+    def _swing(self) -> float:
+        """Upward moves among the last losses, as a multiple of how it moved before; a fall, however steep, is none."""
+        losses = self.series.get("loss", [])
+        moves = [b - a for a, b in pairwise(losses)]
+        before, recent = moves[:-RECENT], moves[-RECENT:]
+        if len(before) < RECENT:
+            return 0.0
+        usual = fmean(map(abs, before))
+        upward = fmean(max(0.0, move) for move in recent)
+        return upward / usual if usual > 0 else 0.0
+
+    def _dip(self, step: int, heads: Heads) -> list[Event]:
+        before = self.lower.setdefault(str(heads.layer), [])
+        if math.isnan(heads.lower):
+            return []
+        limit = self.limits.dip * max(before, default=0.0)
+        swing = max(self.swings, default=0.0)
+        enough = len(before) >= min(3, self.limits.dip_samples)
+        now = enough and heads.lower < limit and swing > self.limits.oscillation
+        self.lower[str(heads.layer)] = [*before, heads.lower][-self.limits.dip_samples :]
+        if not self._begins(f"collapse-dip {heads.layer}", now, over=heads.lower >= limit):
+            return []
+        lowest = min(range(len(heads.entropy)), key=lambda h: _or_one(heads.entropy[h]))
+        told = (
+            f"entropy / log n of the lower heads of layer {heads.layer} fell from {max(before):.3g} to "
+            f"{heads.lower:.3g} (lowest: head {lowest}, {heads.entropy[lowest]:.3g}) while the loss moved up "
+            f"{swing:.2g} times as much as it used to move"
+        )
+        return [_event(_COLLAPSE, step, heads.layer, lowest, "entropy_norm", heads.lower, limit, told)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is remembered, as plain numbers and lists."""
+        kept = asdict(self)
+        del kept["limits"]
+        return kept
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in self.state_dict():
+            if name not in state:
+                raise ValueError(f"state: expected {name!r} in it, got {sorted(state)}")
+        for name in self.state_dict():
+            value = state[name]
+            copied = {key: list(values) for key, values in value.items()} if isinstance(value, dict) else value
+            setattr(self, name, list(copied) if isinstance(copied, list) else copied)
+
+
+def _event(
+    rule: dict[str, str],
+    step: int,
+    layer: int | None,
+    head: int | None,
+    metric: str,
+    value: float | None,
+    threshold: float,
+    message: str,
+) -> Event:
+    finite = None if value is None or not math.isfinite(value) else value
+    given: dict[str, Any] = {**rule, "step": step, "layer": layer, "head": head, "metric": metric}
+    return Event(value=finite, threshold=threshold, message=message, **given)
+
+
+def _or_one(value: float) -> float:
+    return 1.0 if math.isnan(value) else value
