@@ -14,6 +14,7 @@ from .regularizers import KL, FDivergence, FermiDirac, Tsallis
 from .statistics import AuxOutput, AuxRequest
 
 if TYPE_CHECKING:
+    from . import features as features
     from . import hf as hf
 
 __version__ = "0.1.0"
@@ -60,6 +61,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name == "hf":  # imported when used: it needs transformers
-        return importlib.import_module(".hf", __name__)
+    if name in ("features", "hf"):  # imported when used: hf needs transformers
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -104,19 +104,16 @@ class Features(nn.Module):
                 rows, _, _ = self._attend(q.detach(), k.detach(), tap, keep, scale, is_causal, offset)
                 (key_mass,) = torch.autograd.grad(rows.sum(), tap)
         rows, log_mass, _ = self._attend(q, k, v, keep, scale, is_causal, offset)
-        H = lead[-1]
-        rows, log_mass = rows.reshape(-1, H, Tq, rows.shape[-1]), log_mass.reshape(-1, H, Tq)
-        out = rows[..., :Dv].to(query.dtype).reshape(*lead, Tq, Dv)
-        out = _squeezed(out, query, key, value)
+        rows, log_mass = rows.reshape(*lead, Tq, rows.shape[-1]), log_mass.reshape(*lead, Tq)
+        out = _squeezed(rows[..., :Dv].to(query.dtype), query, key, value)
         if return_aux is None:
             return out
         found = {"lse": log_mass + self.log_constant(), "mass": (log_mass > -math.inf).to(log_mass.dtype)}
         if "first_key_mass" in names:
             found["first_key_mass"] = rows[..., Dv].detach()
         if "key_mass" in names:
-            found["key_mass"] = key_mass.reshape(-1, H, Tk)  # pyright: ignore[reportPossiblyUnbound]
-        shaped = {name: _squeezed(found[name].reshape(*lead, -1), query, key, value) for name in names}
-        return out, AuxOutput(**shaped)
+            found["key_mass"] = key_mass.reshape(*lead, Tk)  # pyright: ignore[reportPossiblyUnbound]
+        return out, AuxOutput(**{name: _squeezed(found[name], query, key, value) for name in names})
 
     def step(
         self,
@@ -191,6 +188,9 @@ class Features(nn.Module):
             if scale < 0:  # exp(-|s| qk) is the kernel of -q
                 q, scale = -q, -scale
         B, Hkv, G, Tq, _ = q.shape
+        if causal and v.shape[2] > offset + Tq:  # keys that nobody sees
+            k, v = k[:, :, : offset + Tq], v[:, :, : offset + Tq]
+            keep = None if keep is None else keep[:, :, : offset + Tq]
         Tk, Dv = v.shape[2:]
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         heads = max(1, B * Hkv * G)
@@ -213,19 +213,18 @@ class Features(nn.Module):
                 return checkpoint(chunk, *args, use_reentrant=False, preserve_rng_state=False)
             return chunk(*args)
 
-        def keys(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor | None]:
-            rows = slice(start, stop)
-            return k[:, :, rows], v[:, :, rows], None if keep is None else keep[:, :, rows]
-
-        rows, masses = [], []
+        # Cut with split: the gradient of many slices would be as many tensors of full length, T^2 numbers to add.
         before = offset if causal else Tk  # keys that every query sees
-        for start in range(0, before, 4 * size):
-            state = call(self._absorb, state, *keys(start, min(before, start + 4 * size)), scale)
-        step = size if causal else 4 * size
-        for start in range(0, Tq, step):
-            queries = q[..., start : start + step, :]
-            if causal and before + start < Tk:
-                out, mass, state = call(self._chunk, state, queries, *keys(before + start, before + start + step), scale)
+        wide = 4 * size
+        first, own = _cut(before, wide), _cut(Tk - before, size)
+        k, v = k.split(first + own, 2), v.split(first + own, 2)
+        kept = [None] * len(k) if keep is None else keep.split(first + own, 2)
+        for chunk in zip(k[: len(first)], v, kept, strict=False):
+            state = call(self._absorb, state, *chunk, scale)
+        rows, masses = [], []
+        for n, queries in enumerate(q.split(_cut(Tq, size if causal else wide), 3), len(first)):
+            if n < len(k):
+                out, mass, state = call(self._chunk, state, queries, k[n], v[n], kept[n], scale)
             else:
                 out, mass = call(self._read, state, queries, scale)
             rows.append(out)
@@ -298,6 +297,11 @@ class Features(nn.Module):
         log = mass.log() + _finite(shift)
         log = torch.where(good, log if own is None else log + own, -math.inf)
         return out.unflatten(2, shape[2:4]), log.squeeze(-1).unflatten(2, shape[2:4])
+
+
+def _cut(length: int, size: int) -> list[int]:
+    """Lengths of the chunks."""
+    return [min(size, length - start) for start in range(0, length, size)]
 
 
 def _with_ones(v: Tensor, state: State) -> Tensor:
