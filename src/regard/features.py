@@ -31,6 +31,9 @@ from .checks import autocast, check_device, check_tensors, fold, leading_shape, 
 from .parts import describe, finite, is_integer
 from .statistics import AuxOutput, AuxRequest, requested
 
+CHUNK = 64  # causal rows whose weights are computed pair by pair
+WORKING = 2**19  # features held at once, of all heads: what stays in the cache
+
 STATISTICS = ("lse", "first_key_mass", "mass", "key_mass")
 
 
@@ -193,17 +196,18 @@ class Features(nn.Module):
             keep = None if keep is None else keep[:, :, : offset + Tq]
         Tk, Dv = v.shape[2:]
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        heads = max(1, B * Hkv * G)
-        size = self.chunk or max(64, min(256, 512 // heads))
+        M = self.features(k[..., :0, :].to(dtype), scale)[0].shape[-1]
+        size = self.chunk or CHUNK
+        many = size * max(1, WORKING // (max(1, B * Hkv * G) * M * size))  # rows at once
         if state is None:
-            M = self.features(k[..., :0, :].to(dtype), scale)[0].shape[-1]
             total = torch.zeros(B, Hkv, M, Dv + 1, dtype=dtype, device=q.device)
             state = State(total, torch.full((B, Hkv, 1, 1), -math.inf, dtype=dtype, device=q.device))
-        # A chunk that is computed again needs the state before it only.
+        # Features that are more than the inputs are computed again in backward, from the state before their chunks.
         again = (
-            torch.is_grad_enabled()
+            M > q.shape[-1]
+            and torch.is_grad_enabled()
             and any(t.requires_grad for t in (q, k, v, *state))
-            and max(Tq, Tk) > size
+            and max(Tq, Tk) > many
             and not torch.compiler.is_compiling()
             and not torch._C._are_functorch_transforms_active()
         )
@@ -215,16 +219,16 @@ class Features(nn.Module):
 
         # Cut with split: the gradient of many slices would be as many tensors of full length, T^2 numbers to add.
         before = offset if causal else Tk  # keys that every query sees
-        wide = 4 * size
-        first, own = _cut(before, wide), _cut(Tk - before, size)
+        first, own = _cut(before, many), _cut(Tk - before, many, size)
         k, v = k.split(first + own, 2), v.split(first + own, 2)
         kept = [None] * len(k) if keep is None else keep.split(first + own, 2)
         for chunk in zip(k[: len(first)], v, kept, strict=False):
             state = call(self._absorb, state, *chunk, scale)
+        own += _cut(Tq - (Tk - before), many) if causal else _cut(Tq, many)  # queries that see all keys
         rows, masses = [], []
-        for n, queries in enumerate(q.split(_cut(Tq, size if causal else wide), 3), len(first)):
+        for n, queries in enumerate(q.split(own, 3), len(first)):
             if n < len(k):
-                out, mass, state = call(self._chunk, state, queries, k[n], v[n], kept[n], scale)
+                out, mass, state = call(self._chunks, state, queries, k[n], v[n], kept[n], scale, size)
             else:
                 out, mass = call(self._read, state, queries, scale)
             rows.append(out)
@@ -238,7 +242,11 @@ class Features(nn.Module):
     def _absorb(self, state: State, k: Tensor, v: Tensor, keep: Tensor | None, scale: float | None) -> State:
         """The state with these keys in it."""
         phi, level = self._keys(state, k, keep, scale)
-        return self._joined(state, phi, level, _with_ones(v, state))
+        v = _with_ones(v, state)
+        if level is None:
+            return State(state.total + phi.mT @ v, torch.zeros_like(state.shift))
+        highest = level.amax(2, keepdim=True)
+        return _joined(state, State(phi.mT @ (v * (level - _finite(highest)).exp()), highest))
 
     def _read(self, state: State, q: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
         """Rows of queries that see just what is in the state."""
@@ -246,30 +254,58 @@ class Features(nn.Module):
         sums = phi @ state.total
         return self._quotient(sums, state.shift, own, q.shape)
 
-    def _chunk(
-        self, state: State, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float | None
+    def _chunks(
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float | None, size: int
     ) -> tuple[Tensor, Tensor, State]:
-        """Rows of queries that see the state and, causally, these keys; and the state with them."""
+        """Rows of queries that see the state and, causally, these keys; and the state with them.
+
+        Chunks of `size` rows go together, R at a time, as far as they are whole.
+        """
         G, rows = q.shape[2:4]
+        size = size if k.shape[2] == rows and rows % size == 0 else rows
+        R = rows // size
         phi_q, own = self.features(q.flatten(2, 3).to(state.total.dtype), scale)
         phi_k, level = self._keys(state, k, keep, scale)
-        v = _with_ones(v, state)
-        pairs = (phi_q @ phi_k.mT).unflatten(2, (G, rows))
-        before = phi_q @ state.total
-        top = state.shift
+        phi_q = phi_q.unflatten(2, (G, R, size)).transpose(2, 3).flatten(3, 4)  # [B, Hkv, R, G * size, M]
+        phi_k = phi_k.unflatten(2, (R, -1))  # [B, Hkv, R, size, M]
+        v = _with_ones(v, state).unflatten(2, (R, -1))
+        pairs = phi_q @ phi_k.mT
         if level is None:
-            pairs = pairs.tril()
-        else:  # relative to the largest key that the row sees
-            top = torch.cummax(level, 2).values.maximum(state.shift)
-            if top.shape[2] < rows:
-                top = torch.cat([top, top[:, :, -1:].expand(-1, -1, rows - top.shape[2], -1)], 2)
-            seen = torch.ones(rows, level.shape[2], dtype=torch.bool, device=q.device).tril()
+            state, before = self._scan(state, phi_k.mT @ v, None)
+            pairs = pairs.unflatten(3, (G, size)).tril().flatten(3, 4)
+            sums, top = pairs @ v + phi_q @ before.total, before.shift
+        else:
+            level = level.unflatten(2, (R, -1))
+            highest = level.amax(3, keepdim=True)
+            state, before = self._scan(state, phi_k.mT @ (v * (level - _finite(highest)).exp()), highest)
+            # relative to the largest key that the row sees
+            top = torch.cummax(level, 3).values.maximum(before.shift)
+            if top.shape[3] < size:
+                top = torch.cat([top, top[:, :, :, -1:].expand(-1, -1, -1, size - top.shape[3], -1)], 3)
+            seen = torch.ones(size, level.shape[3], dtype=torch.bool, device=q.device).tril()
             ratio = torch.where(seen, level.mT - _finite(top), -math.inf).exp()
-            pairs = pairs * ratio[:, :, None]
-            before = before.unflatten(2, (G, rows)) * (state.shift - _finite(top)).exp()[:, :, None]
-            before, top = before.flatten(2, 3), top.repeat(1, 1, G, 1)
-        out, mass = self._quotient(pairs.flatten(2, 3) @ v + before, top, own, q.shape)
-        return out, mass, self._joined(state, phi_k, level, v)
+            carried = (before.shift - _finite(top)).exp()
+            if G > 1:
+                ratio, carried, top = (t.repeat(1, 1, 1, G, 1) for t in (ratio, carried, top))
+            sums = (pairs * ratio) @ v + (phi_q @ before.total) * carried
+        sums, top = (_in_order(t, G) for t in (sums, top.expand(*sums.shape[:-1], 1)))
+        out, mass = self._quotient(sums, top, own, q.shape)
+        return out, mass, state
+
+    def _scan(self, state: State, sums: Tensor, highest: Tensor | None) -> tuple[State, State]:
+        """The state after chunks with these sums [B, Hkv, R, M, Dv + 1], relative to their highest log-scales
+        [B, Hkv, R, 1, 1]; and the states before each."""
+        totals, shifts = [], []
+        for n, chunk in enumerate(sums.unbind(2)):
+            totals.append(state.total)
+            shifts.append(state.shift)
+            if highest is None:
+                state = State(state.total + chunk, torch.zeros_like(state.shift))
+            else:
+                state = _joined(state, State(chunk, highest[:, :, n]))
+        if len(totals) == 1:
+            return state, State(totals[0].unsqueeze(2), shifts[0].unsqueeze(2))
+        return state, State(torch.stack(totals, 2), torch.stack(shifts, 2))
 
     def _keys(
         self, state: State, k: Tensor, keep: Tensor | None, scale: float | None
@@ -280,13 +316,6 @@ class Features(nn.Module):
             phi = torch.where(keep, phi, 0.0)
             level = None if level is None else torch.where(keep, level, -math.inf)
         return phi, level
-
-    def _joined(self, state: State, phi: Tensor, level: Tensor | None, v: Tensor) -> State:
-        if level is None:
-            return State(state.total + phi.mT @ v, torch.zeros_like(state.shift))
-        shift = level.amax(2, keepdim=True).maximum(state.shift)
-        total = state.total * (state.shift - _finite(shift)).exp() + phi.mT @ (v * (level - _finite(shift)).exp())
-        return State(total, shift)
 
     def _quotient(self, sums: Tensor, shift: Tensor, own: Tensor | None, shape: torch.Size) -> tuple[Tensor, Tensor]:
         """Values by mass [B, Hkv, G, Tq, Dv], and the mass's log; 0 and -inf where there is none."""
@@ -299,9 +328,23 @@ class Features(nn.Module):
         return out.unflatten(2, shape[2:4]), log.squeeze(-1).unflatten(2, shape[2:4])
 
 
-def _cut(length: int, size: int) -> list[int]:
-    """Lengths of the chunks."""
-    return [min(size, length - start) for start in range(0, length, size)]
+def _cut(length: int, many: int, size: int = 1) -> list[int]:
+    """Lengths of the pieces: `many`, what is left in whole chunks of `size`, and the rest."""
+    pieces = [many] * (length // many)
+    left = length % many
+    return [*pieces, *(n for n in (left - left % size, left % size) if n > 0)] if length > 0 else []
+
+
+def _joined(one: State, other: State) -> State:
+    """The keys of both."""
+    shift = one.shift.maximum(other.shift)
+    scale = (one.shift - _finite(shift)).exp(), (other.shift - _finite(shift)).exp()
+    return State(one.total * scale[0] + other.total * scale[1], shift)
+
+
+def _in_order(t: Tensor, G: int) -> Tensor:
+    """[B, Hkv, R, G * size, x] -> [B, Hkv, G * R * size, x]"""
+    return t.unflatten(3, (G, -1)).transpose(2, 3).flatten(2, 4)
 
 
 def _with_ones(v: Tensor, state: State) -> Tensor:
@@ -340,8 +383,8 @@ class LinearAttention(Features):
     def features(self, x: Tensor, scale: float | None) -> tuple[Tensor, Tensor | None]:
         if scale is not None:
             x = x * math.sqrt(scale)
-        # elu(x) + 1 in so many words has no digits left where x is very negative.
-        return torch.where(x > 0, x + 1, x.clamp(max=0).exp()), None
+        # exp(x) >= x + 1. elu(x) + 1 in so many words has no digits left where x is very negative.
+        return torch.maximum(x + 1, x.clamp(max=0).exp()), None
 
 
 def directions(
