@@ -299,7 +299,8 @@ def test_compiles_whole(name):
 def test_backward_keeps_no_more_than_the_inputs():
     """What a forward pass saves grows with T as the inputs do; a state for each row would be M times v."""
     saved = []
-    q, k, v = (t.requires_grad_() for t in tensors(T := 32768, B=1, H=1, Dv=D, dtype=torch.float32))
+    T = 32768
+    q, k, v = (t.requires_grad_() for t in tensors(T, B=1, H=1, Dv=D, dtype=torch.float32))
     module = Performer(D, 64, chunk=64, generator=seeded())
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
         module(q, k, v, True)
