@@ -268,9 +268,10 @@ def test_gradients_through_a_state(name):
         close(a, b)
 
 
-def test_transforms():
+@pytest.mark.parametrize("name", ["elu", "favor"])
+def test_transforms(name):
     q, k, v = tensors(9, B=3)
-    module = MAPS["favor"](chunk=4)
+    module = MAPS[name](chunk=4)
 
     def call(q, k, v):
         return module(q, k, v, True)

@@ -321,9 +321,8 @@ class Features(nn.Module):
         """Values by mass [B, Hkv, G, Tq, Dv], and the mass's log; 0 and -inf where there is none."""
         mass = sums[..., -1:]
         good = mass >= torch.finfo(mass.dtype).tiny
-        mass = torch.where(good, mass, 1.0)
-        out = torch.where(good, sums[..., :-1] / mass, 0.0)
-        log = mass.log() + _finite(shift)
+        out = sums[..., :-1] / torch.where(good, mass, math.inf)
+        log = torch.where(good, mass, 1.0).log() + _finite(shift)
         log = torch.where(good, log if own is None else log + own, -math.inf)
         return out.unflatten(2, shape[2:4]), log.squeeze(-1).unflatten(2, shape[2:4])
 
@@ -377,14 +376,39 @@ def _checked(return_aux: object) -> tuple[str, ...]:
 # --- the maps ---------------------------------------------------------------------------------------------------------
 
 
+class _EluPlusOne(torch.autograd.Function):
+    """x + 1 or exp(x); elu(x) + 1 in so many words has no digits left where x is very negative. The slope is
+    min(phi, 1): one pass, where PyTorch's own derivatives of the parts take eight."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return torch.maximum(x + 1, x.clamp(max=0).exp())  # exp(x) >= x + 1
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * ctx.saved_tensors[0].clamp(max=1)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:  # type: ignore[override]
+        return tangent * ctx.saved_tensors[0].clamp(max=1)
+
+
 class LinearAttention(Features):
     """phi(x) = elu(x) + 1: the linear transformer (Katharopoulos et al. 2020). `scale` is 1 unless given."""
 
     def features(self, x: Tensor, scale: float | None) -> tuple[Tensor, Tensor | None]:
         if scale is not None:
             x = x * math.sqrt(scale)
-        # exp(x) >= x + 1. elu(x) + 1 in so many words has no digits left where x is very negative.
-        return torch.maximum(x + 1, x.clamp(max=0).exp()), None
+        if torch.compiler.is_compiling():  # which takes no function with a jvp, and fuses the passes by itself
+            return torch.where(x > 0, x + 1, x.clamp(max=0).exp()), None
+        return _EluPlusOne.apply(x), None
 
 
 def directions(
