@@ -128,7 +128,9 @@ def test_steps_are_the_full_call(name):
     assert isinstance(state, State)
     close(torch.cat(rows, 2), full)
     end, _ = module.step(q[:, :, :1], k[:, :, :1], v[:, :, :1], state, enable_gqa=True)
-    again = module(torch.cat([q, q[:, :, :1]], 2), *(torch.cat([t, t[:, :, :1]], 2) for t in (k, v)), True, enable_gqa=True)
+    again = module(
+        torch.cat([q, q[:, :, :1]], 2), *(torch.cat([t, t[:, :, :1]], 2) for t in (k, v)), True, enable_gqa=True
+    )
     close(end, again[:, :, -1:])
 
 
@@ -293,7 +295,11 @@ def test_compiles_whole(name):
     q, k, v = (t.requires_grad_() for t in tensors(20))
     out, expected = compiled(q, k, v, True), module(q, k, v, True)
     close(out, expected)
-    for a, b in zip(torch.autograd.grad(out.sin().sum(), (q, k, v)), torch.autograd.grad(expected.sin().sum(), (q, k, v)), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(out.sin().sum(), (q, k, v)),
+        torch.autograd.grad(expected.sin().sum(), (q, k, v)),
+        strict=True,
+    ):
         close(a, b)
 
 
@@ -367,7 +373,9 @@ def test_the_output_comes_near_softmax():
     q, k, v = (0.8 * t for t in tensors(64, B=1, H=2))
     exact = regard.attention(q, k, v, is_causal=True)
     errors = [
-        torch.stack([(Performer(D, m, generator=seeded(n))(q, k, v, True) - exact).square().mean() for n in range(6)]).mean()
+        torch.stack(
+            [(Performer(D, m, generator=seeded(n))(q, k, v, True) - exact).square().mean() for n in range(6)]
+        ).mean()
         for m in (16, 64, 256, 1024)
     ]
     assert all(a > 1.5 * b for a, b in zip(errors, errors[1:], strict=False))
@@ -469,10 +477,19 @@ def test_defaults():
         (lambda: Performer(4)(*tensors(3)), "head size D=4, as Performer"),
         (lambda: LinearAttention()(*tensors(3, Hkv=2)), "key: expected 4 heads"),
         (lambda: LinearAttention()(*tensors(3), scale=math.nan), "scale: expected a finite number"),
-        (lambda: LinearAttention()(*tensors(3), key_mask=torch.ones(2, 4, dtype=torch.bool)), "key_mask: expected shape"),
+        (
+            lambda: LinearAttention()(*tensors(3), key_mask=torch.ones(2, 4, dtype=torch.bool)),
+            "key_mask: expected shape",
+        ),
         (lambda: LinearAttention()(*tensors(3), alignment="left"), "alignment: expected"),
-        (lambda: LinearAttention()(*tensors(4, 3), True, alignment="bottom_right"), "alignment: expected no more queries"),
-        (lambda: LinearAttention()(*tensors(3), return_aux=AuxRequest(entropy=True)), "entropy needs every single weight"),
+        (
+            lambda: LinearAttention()(*tensors(4, 3), True, alignment="bottom_right"),
+            "alignment: expected no more queries",
+        ),
+        (
+            lambda: LinearAttention()(*tensors(3), return_aux=AuxRequest(entropy=True)),
+            "entropy needs every single weight",
+        ),
         (lambda: LinearAttention().step(*tensors(3, 4)), "key: expected 3 rows"),
         (lambda: LinearAttention().step(*tensors(3), (1, 2)), "state: expected what step gave"),
     ],
@@ -587,7 +604,9 @@ def test_models_that_ask_for_more_are_refused():
         llama(input_ids=ids, attention_mask=torch.ones(2, 1, 20, 20, dtype=torch.bool).tril())
     with pytest.raises(ValueError, match="attention_mask: expected a causal or bidirectional model.*Documents"):
         llama(input_ids=ids, position_ids=torch.arange(20).remainder(10)[None].expand(2, -1), use_cache=False)
-    given = dict(module=llama, query=torch.zeros(1, 2, 4, D), key=torch.zeros(1, 2, 4, D), value=torch.zeros(1, 2, 4, D))
+    given = dict(
+        module=llama, query=torch.zeros(1, 2, 4, D), key=torch.zeros(1, 2, 4, D), value=torch.zeros(1, 2, 4, D)
+    )
     for extra, message in (
         ({"softcap": 2.0}, "softcap: expected none"),
         ({"dropout": 0.1}, "dropout: expected none"),

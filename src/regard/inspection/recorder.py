@@ -224,7 +224,9 @@ class _Recorder:
     def _need_plans(self, name: str) -> None:
         for problem in self.problems.values():
             if isinstance(problem, Features):
-                raise ValueError(f"{name}: expected False for attention by features ({problem!r}), which has no plan to look into")
+                raise ValueError(
+                    f"{name}: expected False for attention by features ({problem!r}), which has no plan to look into"
+                )
 
     def _about(self) -> dict[str, Any]:
         import transformers
