@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import io
 import json
 import math
@@ -25,6 +26,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,9 +163,9 @@ def crossover(seconds: float) -> None:
                 gate(module, causal)
             for T in lengths:
                 given = inputs(T, 8, train)
-                jobs = {"exact": job(lambda q, k, v: regard.attention(q, k, v, is_causal=causal), given, train)}
+                jobs = {"exact": job(partial(regard.attention, is_causal=causal), given, train)}
                 for name, module in modules.items():
-                    jobs[name] = job(lambda q, k, v, module=module: module(q, k, v, causal), given, train)
+                    jobs[name] = job(partial(module, is_causal=causal), given, train)
                 times = measure.interleave(jobs, seconds, least=3)
                 for name in MAPS:
                     spread = Spread.of([a / b for a, b in zip(times["exact"], times[name], strict=True)])
@@ -193,7 +195,7 @@ def performer_pytorch(causal: bool, projection: Tensor | None = None) -> Callabl
     from performer_pytorch import FastAttention  # pyright: ignore[reportMissingImports]
 
     with contextlib.redirect_stdout(io.StringIO()):  # it prints that it has no CUDA code
-        attention = FastAttention(D, M, causal=causal)
+        attention: Any = FastAttention(D, M, causal=causal)
     if projection is not None:
         attention.projection_matrix.copy_(projection)
     return attention
@@ -237,12 +239,10 @@ def quality(draws: int = 20) -> None:
 
 
 def peers(seconds: float) -> None:
-    try:
-        import linear_attention_transformer as _  # noqa: F401  # pyright: ignore[reportMissingImports]
-        import performer_pytorch as _  # noqa: F401  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError as error:
-        print(f"peers: {error}; pip install performer-pytorch linear-attention-transformer")
-        return
+    for package in ("performer-pytorch", "linear-attention-transformer"):
+        if importlib.util.find_spec(package.replace("-", "_")) is None:
+            print(f"\npeers: {package} is not installed")
+            return
     quality()
     print("\n| 8 heads | against | T | regard | peer | times as fast [10 %, 90 %] |\n|---|---|---|---|---|---|")
     for T in (1024, 4096):
@@ -263,17 +263,15 @@ def peers(seconds: float) -> None:
                     else:
                         peer, who = linear_attention_transformer(causal), "linear-attention-transformer"
                     jobs = {
-                        "regard": job(lambda q, k, v, module=module: module(q, k, v, causal), given, train),
+                        "regard": job(partial(module, is_causal=causal), given, train),
                         "peer": job(peer, given, train),
                     }
                     times = measure.interleave(jobs, seconds, least=3)
                     ratio = Spread.of([a / b for a, b in zip(times["peer"], times["regard"], strict=True)])
                     what = f"`{name}`, {'causal' if causal else 'full'}, {_pass(train)}"
-                    print(
-                        f"| {what} | {who} | {T} | {_time(Spread.of(times['regard']))} | "
-                        f"{_time(Spread.of(times['peer']))} | **{ratio.middle:.2f}** [{ratio.low:.2f}, {ratio.high:.2f}] |",
-                        flush=True,
-                    )
+                    both = " | ".join(_time(Spread.of(times[who])) for who in ("regard", "peer"))
+                    fast = f"**{ratio.middle:.2f}** [{ratio.low:.2f}, {ratio.high:.2f}]"
+                    print(f"| {what} | {who} | {T} | {both} | {fast} |", flush=True)
 
 
 def _pass(train: bool) -> str:

@@ -1,4 +1,4 @@
-"""The table of the design space: every cell runs, is an optimum where it is a problem, and the page shows this table."""
+"""The table of the design space: every cell runs, is an optimum where it is a problem, and is on the page."""
 
 import dataclasses
 from pathlib import Path

@@ -1,7 +1,8 @@
-"""Attention by features: equal to its quadratic definition, FAVOR+ against the exact kernel, chunks, steps, gradients."""
+"""Attention by features: its quadratic definition, FAVOR+ against the exact kernel, chunks, steps, models."""
 
 import copy
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -295,11 +296,8 @@ def test_compiles_whole(name):
     q, k, v = (t.requires_grad_() for t in tensors(20))
     out, expected = compiled(q, k, v, True), module(q, k, v, True)
     close(out, expected)
-    for a, b in zip(
-        torch.autograd.grad(out.sin().sum(), (q, k, v)),
-        torch.autograd.grad(expected.sin().sum(), (q, k, v)),
-        strict=True,
-    ):
+    grads = [torch.autograd.grad(result.sin().sum(), (q, k, v)) for result in (out, expected)]
+    for a, b in zip(*grads, strict=True):
         close(a, b)
 
 
@@ -378,7 +376,7 @@ def test_the_output_comes_near_softmax():
         ).mean()
         for m in (16, 64, 256, 1024)
     ]
-    assert all(a > 1.5 * b for a, b in zip(errors, errors[1:], strict=False))
+    assert all(a > 1.5 * b for a, b in pairwise(errors))
     assert errors[-1] < 0.05 * exact.square().mean()
 
 
@@ -418,7 +416,7 @@ def test_redraw():
     for _ in range(5):
         module(q, k, v)
         seen.append(module.projection.clone())
-    same = [bool((a == b).all()) for a, b in zip(seen, seen[1:], strict=False)]
+    same = [bool((a == b).all()) for a, b in pairwise(seen)]
     assert same == [True, False, True, False]
     module.eval()
     for _ in range(3):
@@ -484,7 +482,7 @@ def test_defaults():
         (lambda: LinearAttention()(*tensors(3), alignment="left"), "alignment: expected"),
         (
             lambda: LinearAttention()(*tensors(4, 3), True, alignment="bottom_right"),
-            "alignment: expected no more queries",
+            "alignment: expected no more",
         ),
         (
             lambda: LinearAttention()(*tensors(3), return_aux=AuxRequest(entropy=True)),
@@ -602,11 +600,9 @@ def test_models_that_ask_for_more_are_refused():
     llama.set_attn_implementation("by-features")
     with pytest.raises(ValueError, match=r"attention_mask: expected.*got a mask Tensor\(bool"):
         llama(input_ids=ids, attention_mask=torch.ones(2, 1, 20, 20, dtype=torch.bool).tril())
-    with pytest.raises(ValueError, match="attention_mask: expected a causal or bidirectional model.*Documents"):
+    with pytest.raises(ValueError, match=r"attention_mask: expected a causal or bidirectional model.*Documents"):
         llama(input_ids=ids, position_ids=torch.arange(20).remainder(10)[None].expand(2, -1), use_cache=False)
-    given = dict(
-        module=llama, query=torch.zeros(1, 2, 4, D), key=torch.zeros(1, 2, 4, D), value=torch.zeros(1, 2, 4, D)
-    )
+    given = {name: torch.zeros(1, 2, 4, D) for name in ("query", "key", "value")} | {"module": llama}
     for extra, message in (
         ({"softcap": 2.0}, "softcap: expected none"),
         ({"dropout": 0.1}, "dropout: expected none"),
@@ -615,7 +611,7 @@ def test_models_that_ask_for_more_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             regard.hf._attend(LinearAttention(), **given, **extra)
-    with pytest.raises(TypeError, match="problem: expected a Transport, a module of regard.features or None"):
+    with pytest.raises(TypeError, match=r"problem: expected a Transport, a module of regard\.features or None"):
         regard.hf.register("by-features", torch.nn.Linear(2, 2))
 
 

@@ -5,12 +5,12 @@ A feature map phi >= 0 gives query i and key j the weight <phi(q_i), phi(k_j)>, 
     out_i = sum_j <phi(q_i), phi(k_j)> v_j / sum_j <phi(q_i), phi(k_j)>  =  phi(q_i) S / phi(q_i) z,
     S = sum_j phi(k_j) v_j^T,  z = sum_j phi(k_j):  M numbers per column of v, however many keys.
 
-`LinearAttention` (elu + 1), `ReLUFeatures` and `Performer` differ in phi alone. Their plans have rows that sum to 1, but
-they are not optima of a transport problem, so there is no `Transport` for them; of `Performer`'s, the exact kernel
-exp(scale <q, k>) is the mean over draws (its numerator and denominator are unbiased, the quotient is so in the limit).
+`LinearAttention` (elu + 1), `ReLUFeatures` and `Performer` differ in phi alone. The rows of their plans sum to 1, but
+they are not optima of a transport problem, so there is no `Transport` for them. The mean of `Performer`'s kernel over
+draws is exp(scale <q, k>): numerator and denominator are unbiased, their quotient is in the limit of many features.
 
 Causal rows go by chunks: within a chunk the weights are computed pair by pair, all keys before it are in S and z. In
-training a chunk is computed again in backward, so that time and memory are O(T) in both directions.
+training, features that outnumber the inputs are computed again in backward; time and memory are O(T) both ways.
 
 Exponentials are kept in range without an epsilon. phi is held as features in [0, 1] times exp(log-scale), one per row.
 A query's own cancels. Keys' are taken relative to the largest one *so far*, and what was summed is rescaled when a
@@ -21,6 +21,7 @@ A row without admissible keys, or whose weights are all 0, gives 0.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .checks import autocast, check_device, check_tensors, fold, leading_shape, number
 from .parts import describe, finite, is_integer
-from .statistics import AuxOutput, AuxRequest, requested
+from .statistics import AuxOutput, requested
 
 CHUNK = 64  # causal rows whose weights are computed pair by pair
 WORKING = 2**19  # features held at once, of all heads: what stays in the cache
@@ -63,7 +64,7 @@ class Features(nn.Module):
         raise NotImplementedError
 
     def log_constant(self) -> float:
-        """What is added to log <phi(q), phi(k)> as `features` gives it: a constant factor that the plan does not see."""
+        """The log of a constant factor of <phi(q), phi(k)> that `features` leaves out: the plan does not see it."""
         return 0.0
 
     def forward(
@@ -83,8 +84,8 @@ class Features(nn.Module):
 
         `is_causal`, `scale` and `enable_gqa` as in `regard.attention`; `alignment` "bottom_right" makes causal queries
         the last ones of the keys' sequence. `key_mask` [Tk] or [B, Tk] is True where a key may be read; others may hold
-        NaN. With `return_aux=AuxRequest(...)` the result is (output, AuxOutput); of the statistics `lse` (the log of the
-        denominator), `mass`, `first_key_mass` and `key_mass` are defined: the others need every single weight.
+        NaN. With `return_aux=AuxRequest(...)` the result is (output, AuxOutput); defined are `lse` (the log of the
+        denominator), `mass`, `first_key_mass` and `key_mass`: the others need every single weight.
         """
         query, key, value = autocast(query, key, value)
         check_tensors(query, key, value)
@@ -101,7 +102,8 @@ class Features(nn.Module):
             raise ValueError(f"alignment: expected no more queries than keys, got Tq={Tq}, Tk={Tk}")
         if "first_key_mass" in names:  # one more column of values: 1 for the first key
             v = torch.cat([v, (torch.arange(Tk, device=v.device) == 0).to(v)[:, None].expand(*v.shape[:3], 1)], -1)
-        if "key_mass" in names:  # one more, whose gradient is the sum of the weights that it gets
+        key_mass = None
+        if "key_mass" in names:  # another column's gradient is the sum of the weights that it gets
             tap = torch.zeros(*v.shape[:3], 1, dtype=v.dtype, device=v.device, requires_grad=True)
             with torch.enable_grad():
                 rows, _, _ = self._attend(q.detach(), k.detach(), tap, keep, scale, is_causal, offset)
@@ -114,8 +116,8 @@ class Features(nn.Module):
         found = {"lse": log_mass + self.log_constant(), "mass": (log_mass > -math.inf).to(log_mass.dtype)}
         if "first_key_mass" in names:
             found["first_key_mass"] = rows[..., Dv].detach()
-        if "key_mass" in names:
-            found["key_mass"] = key_mass.reshape(*lead, Tk)  # pyright: ignore[reportPossiblyUnbound]
+        if key_mass is not None:
+            found["key_mass"] = key_mass.reshape(*lead, Tk)
         return out, AuxOutput(**{name: _squeezed(found[name], query, key, value) for name in names})
 
     def step(
@@ -186,7 +188,7 @@ class Features(nn.Module):
         scale: float | None,
         causal: bool,
         offset: int,
-        state: State | None = None,
+        past: State | None = None,
     ) -> tuple[Tensor, Tensor, State]:
         """Rows [B, Hkv, G, Tq, Dv], log of their mass [B, Hkv, G, Tq] and the state after the last key, in the compute
         dtype. Causal query i sees the state and the keys up to i + offset."""
@@ -203,12 +205,11 @@ class Features(nn.Module):
         M = self.features(k[..., :0, :].to(dtype), scale)[0].shape[-1]
         size = self.chunk or CHUNK
         many = size * max(1, WORKING // (max(1, B * Hkv * G) * M * size))  # rows at once
-        if state is None:
-            total = torch.zeros(B, Hkv, M, Dv + 1, dtype=dtype, device=q.device)
-            state = State(total, torch.full((B, Hkv, 1, 1), -math.inf, dtype=dtype, device=q.device))
+        total = torch.zeros(B, Hkv, M, Dv + 1, dtype=dtype, device=q.device)
+        state: State = past or State(total, torch.full((B, Hkv, 1, 1), -math.inf, dtype=dtype, device=q.device))
         # Features that are more than the inputs are computed again in backward, from the state before their chunks.
         again = (
-            M > q.shape[-1]
+            q.shape[-1] < M
             and torch.is_grad_enabled()
             and any(t.requires_grad for t in (q, k, v, *state))
             and max(Tq, Tk) > many
@@ -216,7 +217,7 @@ class Features(nn.Module):
             and not torch._C._are_functorch_transforms_active()
         )
 
-        def call(chunk: Any, *args: Any) -> Any:
+        def call(chunk: Callable[..., Any], *args: Any) -> Any:
             if again:
                 return checkpoint(chunk, *args, use_reentrant=False, preserve_rng_state=False)
             return chunk(*args)
@@ -224,15 +225,16 @@ class Features(nn.Module):
         # Cut with split: the gradient of many slices would be as many tensors of full length, T^2 numbers to add.
         before = offset if causal else Tk  # keys that every query sees
         first, own = _cut(before, many), _cut(Tk - before, many, size)
-        k, v = k.split(first + own, 2), v.split(first + own, 2)
-        kept = [None] * len(k) if keep is None else keep.split(first + own, 2)
-        for chunk in zip(k[: len(first)], v, kept, strict=False):
-            state = call(self._absorb, state, *chunk, scale)
+        ks, vs = k.split(first + own, 2), v.split(first + own, 2)
+        kept = [None] * len(ks) if keep is None else keep.split(first + own, 2)
+        for n in range(len(first)):
+            state = call(self._absorb, state, ks[n], vs[n], kept[n], scale)
         own += _cut(Tq - (Tk - before), many) if causal else _cut(Tq, many)  # queries that see all keys
-        rows, masses = [], []
+        rows: list[Tensor] = []
+        masses: list[Tensor] = []
         for n, queries in enumerate(q.split(own, 3), len(first)):
-            if n < len(k):
-                out, mass, state = call(self._chunks, state, queries, k[n], v[n], kept[n], scale, size)
+            if n < len(ks):
+                out, mass, state = call(self._chunks, state, queries, ks[n], vs[n], kept[n], scale, size)
             else:
                 out, mass = call(self._read, state, queries, scale)
             rows.append(out)
@@ -536,7 +538,7 @@ class Performer(_Random):
         super().__init__(dim, num_features, orthogonal, redraw_interval, generator, chunk)
 
     def features(self, x: Tensor, scale: float | None) -> tuple[Tensor, Tensor | None]:
-        scale = x.shape[-1] ** -0.5 if scale is None else scale
+        scale = 1 / math.sqrt(x.shape[-1]) if scale is None else scale
         logits = self.project(x, scale)
         half_square = x.square().sum(-1, keepdim=True) * (scale / 2)
         level = (logits.detach().amax(-1, keepdim=True) - half_square).detach()

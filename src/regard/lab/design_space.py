@@ -1,7 +1,7 @@
-"""The design space: regulariser x marginal x prior x kernel, every cell with its name in the literature, every cell run.
+"""The design space: regulariser x marginal x prior x kernel, each cell with its name in the literature, and run.
 
-A cell is the expression that makes it; what the table says of its parts is read off the object, and a cell that does
-not run, or whose plan is not the optimum, does not get into the table. `python -m regard.lab.design_space` writes
+A cell is the expression that makes it; what the table says of its parts is read off the object. The tests run every
+cell and certify its plan. `python -m regard.lab.design_space` writes
 docs/design-space.md. To add a cell is to add a line.
 """
 
@@ -159,8 +159,9 @@ def name_in_plane(regularizer: str, marginal: str) -> str:
     wanted = eval(f"Transport({regularizer}, marginal={marginal})", _names())
     for cell in CELLS:
         made = cell.made
-        plain = isinstance(made, Transport) and made.prior is None and not isinstance(made.temperature, Budget)
-        if plain and made.regularizer == wanted.regularizer and kind(made.marginal) == kind(wanted.marginal):
+        if not isinstance(made, Transport) or made.prior is not None or isinstance(made.temperature, Budget):
+            continue
+        if made.regularizer == wanted.regularizer and kind(made.marginal) == kind(wanted.marginal):
             return cell.names
     return "–"
 
@@ -187,11 +188,11 @@ def to_markdown() -> str:
         "# The design space",
         "",
         "Written by `python -m regard.lab.design_space` from the list in",
-        "[design_space.py](../src/regard/lab/design_space.py): each line is the expression on it, evaluated; its parts are",
-        "read off the object; it was run, and where there is a problem its plan has a certificate (float64, residuals below",
-        "1e-9). With scores s, prior π and temperature τ the weights are p = π g((s − λ)/τ): the regulariser gives g, the",
-        "marginal λ ([theory](theory.md)). The kernels of low rank replace exp(s) by a product of features, in O(T)",
-        "([features](features.md)); they solve no problem of this kind.",
+        "[design_space.py](../src/regard/lab/design_space.py). Each line is the expression on it, evaluated: its parts",
+        "are read off the object. The tests run it, and where it is a problem its plan has a certificate (float64,",
+        "residuals below 1e-9). With scores s, prior π and temperature τ the weights are p = π g((s − λ)/τ): the",
+        "regulariser gives g, the marginal λ ([theory](theory.md)). Kernels of low rank replace exp(s) by a product of",
+        "features, in O(T) ([features](features.md)); they solve no problem of this kind.",
         "",
         "## Regulariser × marginal",
         "",
@@ -205,7 +206,7 @@ def to_markdown() -> str:
         lines.append(f"| `{regularizer}` | " + " | ".join(names) + " |")
     lines += [
         "",
-        "A prior multiplies into any of them, and so does a temperature: `Causal`, `Window`, `ALiBi`, `Bias`, `Documents`.",
+        "A prior multiplies into any of them: `Causal`, `Window`, `ALiBi`, `Bias`, `Documents` and their products.",
         "",
         "## Every cell with a name",
         "",
@@ -217,8 +218,8 @@ def to_markdown() -> str:
         lines.append(f"| {cell.names} | {' | '.join(parts(cell))} | {call} | {cell.reference} |")
     lines += [
         "",
-        "In the expressions `n` is the number of keys, `b`, `slopes`, `tau` and `alpha` have a number per head, `ids` numbers",
-        "documents, and `chi2` is an `FDivergence`.",
+        "In the expressions `n` is the number of keys, `b`, `slopes`, `tau` and `alpha` have a number per head, `ids`",
+        "numbers documents, and `chi2` is an `FDivergence`.",
     ]
     return "\n".join(lines) + "\n"
 
