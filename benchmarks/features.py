@@ -1,6 +1,6 @@
 """Attention by features against exact attention and against other implementations; each row behind a check.
 
-    python benchmarks/features.py [--only scaling|crossover|peers] [--seconds 2] [--threads 2]
+    python benchmarks/features.py [--only scaling|crossover|peers] [--seconds 2] [--threads 2 | --processor-time]
 
 "scaling": time and peak memory of causal calls from T = 4096 to 262144, one head, and the slope of log time over log T
 (1: linear). "crossover": the length from which features are faster than exact attention on the native engine, 8 heads;
@@ -25,6 +25,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -290,11 +291,14 @@ def main() -> int:
     parser.add_argument("--only", choices=SECTIONS)
     parser.add_argument("--seconds", type=float, default=2.0, help="for the rounds of one case")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--processor-time", action="store_true", help="of one thread: others may use the machine")
     parser.add_argument("--memory", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory:
         only_memory(json.loads(options.memory))
         return 0
+    if options.processor_time:
+        options.threads, measure.clock = 1, time.process_time
     torch.set_num_threads(options.threads)
     print("\n".join(f"# {name}: {value}" for name, value in machine().items()))
     for name, section in SECTIONS.items():
