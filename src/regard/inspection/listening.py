@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import operator
+from ..features import Features
 from ..form import Form
 from ..problem import Budget
 from ..statistics import NAMES, AuxRequest, undefined
@@ -81,6 +82,9 @@ class OfTransformers(Recorder):
 
     def _statistics(self, wanted: Iterable[str] | None) -> tuple[str, ...]:
         names = _names(wanted)
+        for problem in self.problems.values():
+            if isinstance(problem, Features):
+                raise ValueError(f"model: expected attention whose plan has an entropy, got features ({problem!r})")
         if not self.chosen:  # what the model's problems do not define is left out of our own choice
             requests = [AuxRequest.all(problem) for problem in self.problems.values()]
             names = tuple(name for name in names if all(getattr(request, name) for request in requests))

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..features import STATISTICS as FEATURES_STATISTICS
+from ..features import Features
 from ..form import Form, lower
 from ..operator import attention
 from ..parts import describe
@@ -69,6 +71,8 @@ def inspect(
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         raise ValueError(f"batch_size: expected a positive int or None, got {describe(batch_size)}")
     recorder = Recorder(model, statistics, patterns)
+    if views:
+        recorder._need_plans("views")
     if run is not None and Path(run).exists():
         recorder.resume(Inspection.load(run), run)
     result = recorder.inspection
@@ -194,6 +198,8 @@ class Recorder:
         self.indices = {id(module): n for module, n in zip(modules.values(), numbers, strict=True)}
         self.ours: dict[str | None, str] = {}
         self._look()
+        if patterns:
+            self._need_plans("patterns")
         self.inspection = Inspection(self._statistics(statistics), self._about(), patterns=patterns)
         self.views: Views | None = None
         self.found: dict[int, Layer] = {}
@@ -226,6 +232,9 @@ class Recorder:
         if wanted is None:
             common = set(NAMES) - {"key_mass"}
             for problem in self.problems.values():
+                if isinstance(problem, Features):
+                    common &= set(FEATURES_STATISTICS)
+                    continue
                 request = AuxRequest.all(problem)
                 common &= {name for name in NAMES if getattr(request, name)}
             return tuple(name for name in NAMES if name in common)
@@ -234,6 +243,13 @@ class Recorder:
             if name not in NAMES:
                 raise ValueError(f"statistics: expected names among {', '.join(NAMES)}, got {describe(name)}")
         return tuple(name for name in NAMES if name in wanted)
+
+    def _need_plans(self, name: str) -> None:
+        for problem in self.problems.values():
+            if isinstance(problem, Features):
+                raise ValueError(
+                    f"{name}: expected False for attention by features ({problem!r}), which has no plan to look into"
+                )
 
     def _about(self) -> dict[str, Any]:
         import transformers
@@ -335,13 +351,18 @@ class Recorder:
         arguments = dict(zip(self.parameters[id(module)], args, strict=False)) | kwargs
         self.crossing[id(module)] = any(arguments.get(name) is not None for name in _OTHERS)
 
-    def _attention_function(self, problem: Transport | None) -> Callable[..., tuple[Tensor, None]]:
+    def _attention_function(self, problem: Transport | Features | None) -> Callable[..., tuple[Tensor, None]]:
         @torch.compiler.disable
         def function(
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any
         ) -> tuple[Tensor, None]:
-            call = self.hf.as_call(problem, module, query, key, value, attention_mask, **kwargs)
-            out = self._attend(module, call, kwargs.get("position_ids"))
+            features = problem if isinstance(problem, Features) else None
+            transport = None if isinstance(problem, Features) else problem
+            call = self.hf.as_call(transport, module, query, key, value, attention_mask, **kwargs)
+            if features is not None:
+                out = self._attend_by_features(features, module, call, kwargs.get("position_ids"))
+            else:
+                out = self._attend(module, call, kwargs.get("position_ids"))
             return out.transpose(1, 2).contiguous(), None
 
         return function  # type: ignore[return-value]
@@ -408,6 +429,38 @@ class Recorder:
                     mass = attention(**call, return_aux=AuxRequest(key_mass=True))[1].key_mass
                 assert mass is not None and by_key is not None
                 layer.add_keys(mass, by_key, place.key_bins)
+        return out
+
+    def _attend_by_features(
+        self, features: Features, module: nn.Module, call: dict[str, Any], position_ids: object
+    ) -> Tensor:
+        """As `_attend`, with the statistics that attention by features has."""
+        statistics = self.inspection.statistics
+        B, H, Tq, _ = call["query"].shape
+        place = self._place(module, B, Tq, call["key"].shape[2], position_ids)
+        real = None if place.real is None else place.real.to(call["query"].device)
+        if real is not None and "key_mass" in statistics:
+            raise ValueError("statistics: expected no key_mass for padded batches of attention by features")
+        request = AuxRequest(**dict.fromkeys((*statistics, "mass"), True))
+        out, aux = features(**self.hf.as_features_call(call), return_aux=request)
+        if not self._counts():
+            return out
+        with torch.no_grad():
+            by_query, by_key = admissible(lower(**call), real)
+            values = {name: getattr(aux, name) for name in statistics if name != "key_mass"}
+            if "first_key_mass" in statistics and place.first is not None:  # it is of key 0: elsewhere there is none
+                begins = (place.first == 0)[:, None].to(out.device)
+                values["first_key_mass"] = torch.where(begins, values["first_key_mass"], torch.nan)
+            values |= {
+                "output_norm": out.float().norm(dim=-1),
+                "log_keys": by_query.clamp(min=1).log().expand(B, H, Tq),
+                "normalized_entropy": torch.full_like(aux.mass, torch.nan),
+            }
+            valid = aux.mass > 0 if real is None else (aux.mass > 0) & real[:, None]
+            layer = self._layer(module, H)
+            layer.add(values, valid, place.bins)
+            if "key_mass" in statistics:
+                layer.add_keys(aux.key_mass, by_key, place.key_bins)
         return out
 
     def _patterns(self, plan: dict[str, Any], lse: Tensor | None, place: _Place) -> dict[str, Tensor]:
