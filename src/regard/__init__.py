@@ -15,6 +15,7 @@ from .statistics import AuxOutput, AuxRequest
 
 if TYPE_CHECKING:
     from . import hf as hf
+    from . import nn as nn
 
 __version__ = "0.1.0"
 
@@ -60,6 +61,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name == "hf":  # imported when used: it needs transformers
-        return importlib.import_module(".hf", __name__)
+    if name in ("hf", "nn"):  # imported when used: hf needs transformers
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
