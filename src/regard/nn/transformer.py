@@ -170,9 +170,14 @@ class Transformer(nn.Module):
         h = self.norm(h)
         return F.linear(h, self.token.weight) if self.head is None else self.head(h)
 
-    def loss(self, tokens: Tensor) -> Tensor:
-        """Mean cross-entropy, in nats, of every token but the first given those before it: tokens [B, T + 1]."""
-        return F.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    def loss(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Mean cross-entropy in nats. tokens [B, T + 1]: of every token but the first, given those before it.
+
+        With targets [B, T], those are predicted from tokens [B, T]; where a target is negative nothing is asked.
+        """
+        if targets is None:
+            tokens, targets = tokens[:, :-1], tokens[:, 1:]
+        return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten().clamp(min=-1), ignore_index=-1)
 
     @torch.no_grad()
     def heads(self, tokens: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
