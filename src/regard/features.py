@@ -1,0 +1,499 @@
+"""Attention in linear time: kernels of low rank in place of exp(score).
+
+A feature map phi >= 0 gives query i and key j the weight <phi(q_i), phi(k_j)>, and the product becomes associative:
+
+    out_i = sum_j <phi(q_i), phi(k_j)> v_j / sum_j <phi(q_i), phi(k_j)>  =  phi(q_i) S / phi(q_i) z,
+    S = sum_j phi(k_j) v_j^T,  z = sum_j phi(k_j):  M numbers per column of v, however many keys.
+
+`LinearAttention` (elu + 1), `ReLUFeatures` and `Performer` differ in phi alone. Their plans have rows that sum to 1, but
+they are not optima of a transport problem, so there is no `Transport` for them; of `Performer`'s, the exact kernel
+exp(scale <q, k>) is the mean over draws (its numerator and denominator are unbiased, the quotient is so in the limit).
+
+Causal rows go by chunks: within a chunk the weights are computed pair by pair, all keys before it are in S and z. In
+training a chunk is computed again in backward, so that time and memory are O(T) in both directions.
+
+Exponentials are kept in range without an epsilon. phi is held as features in [0, 1] times exp(log-scale), one per row.
+A query's own cancels. Keys' are taken relative to the largest one *so far*, and what was summed is rescaled when a
+larger one comes: a future key cannot push a past one into underflow, and a cut into chunks or steps changes nothing.
+A row without admissible keys, or whose weights are all 0, gives 0.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .checks import autocast, check_device, check_tensors, fold, leading_shape, number
+from .parts import describe, finite, is_integer
+from .statistics import AuxOutput, AuxRequest, requested
+
+STATISTICS = ("lse", "first_key_mass", "mass", "key_mass")
+
+
+class State(NamedTuple):
+    """The keys and values so far, as `step` carries them: sum_j exp(log-scale_j - shift) phi_j [v_j, 1]^T."""
+
+    total: Tensor  # [B, Hkv, M, Dv + 1]
+    shift: Tensor  # [B, Hkv, 1, 1], the largest log-scale so far; -inf before the first key
+
+
+class Features(nn.Module):
+    """What the feature maps share: called as (query, key, value, is_causal=False), [..., H, T, D] each.
+
+    `chunk` is the number of causal rows computed together (None: from the batch); it does not change the result.
+    A map of your own gives `features`.
+    """
+
+    def __init__(self, *, chunk: int | None = None) -> None:
+        super().__init__()
+        if chunk is not None and (not is_integer(chunk) or chunk < 1):
+            raise ValueError(f"chunk: expected a positive int or None, got {describe(chunk)}")
+        self.chunk = chunk
+
+    def features(self, x: Tensor, scale: float | None) -> tuple[Tensor, Tensor | None]:
+        """phi(x) for x [..., T, D] as features [..., T, M] times exp(log-scale), [..., T, 1] without gradient, or None
+        where it is 0. Each side of the product takes the root of `scale`."""
+        raise NotImplementedError
+
+    def log_constant(self) -> float:
+        """What is added to log <phi(q), phi(k)> as `features` gives it: a constant factor that the plan does not see."""
+        return 0.0
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        key_mask: Tensor | None = None,
+        alignment: str = "top_left",
+        return_aux: object = None,
+    ) -> Any:
+        """query [..., H, Tq, D], key [..., Hkv, Tk, D], value [..., Hkv, Tk, Dv] -> [..., H, Tq, Dv], query's dtype.
+
+        `is_causal`, `scale` and `enable_gqa` as in `regard.attention`; `alignment` "bottom_right" makes causal queries
+        the last ones of the keys' sequence. `key_mask` [Tk] or [B, Tk] is True where a key may be read; others may hold
+        NaN. With `return_aux=AuxRequest(...)` the result is (output, AuxOutput); of the statistics `lse` (the log of the
+        denominator), `mass`, `first_key_mass` and `key_mass` are defined: the others need every single weight.
+        """
+        query, key, value = autocast(query, key, value)
+        check_tensors(query, key, value)
+        lead = leading_shape(query, key, value, enable_gqa)
+        names = _checked(return_aux)
+        if alignment not in ("top_left", "bottom_right"):
+            raise ValueError(f'alignment: expected "top_left" or "bottom_right", got {describe(alignment)}')
+        if not isinstance(is_causal, bool):
+            raise TypeError(f"is_causal: expected a bool, got {describe(is_causal)}")
+        q, k, v, keep = self._prepare(query, key, value, key_mask, lead, "key_mass" in names)
+        Tq, Tk, Dv = query.shape[-2], key.shape[-2], value.shape[-1]
+        offset = Tk - Tq if alignment == "bottom_right" else 0
+        if is_causal and offset < 0:
+            raise ValueError(f"alignment: expected no more queries than keys, got Tq={Tq}, Tk={Tk}")
+        if "first_key_mass" in names:  # one more column of values: 1 for the first key
+            v = torch.cat([v, (torch.arange(Tk, device=v.device) == 0).to(v)[:, None].expand(*v.shape[:3], 1)], -1)
+        if "key_mass" in names:  # one more, whose gradient is the sum of the weights that it gets
+            tap = torch.zeros(*v.shape[:3], 1, dtype=v.dtype, device=v.device, requires_grad=True)
+            with torch.enable_grad():
+                rows, _, _ = self._attend(q.detach(), k.detach(), tap, keep, scale, is_causal, offset)
+                (key_mass,) = torch.autograd.grad(rows.sum(), tap)
+        rows, log_mass, _ = self._attend(q, k, v, keep, scale, is_causal, offset)
+        H = lead[-1]
+        rows, log_mass = rows.reshape(-1, H, Tq, rows.shape[-1]), log_mass.reshape(-1, H, Tq)
+        out = rows[..., :Dv].to(query.dtype).reshape(*lead, Tq, Dv)
+        out = _squeezed(out, query, key, value)
+        if return_aux is None:
+            return out
+        found = {"lse": log_mass + self.log_constant(), "mass": (log_mass > -math.inf).to(log_mass.dtype)}
+        if "first_key_mass" in names:
+            found["first_key_mass"] = rows[..., Dv].detach()
+        if "key_mass" in names:
+            found["key_mass"] = key_mass.reshape(-1, H, Tk)  # pyright: ignore[reportPossiblyUnbound]
+        shaped = {name: _squeezed(found[name].reshape(*lead, -1), query, key, value) for name in names}
+        return out, AuxOutput(**shaped)
+
+    def step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        state: State | None = None,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        key_mask: Tensor | None = None,
+    ) -> tuple[Tensor, State]:
+        """The next rows of a causal sequence: (output, state after them). `state` is what the step before gave.
+
+        Any number of tokens may come at once, as many queries as keys; each costs the same, however many came before.
+        """
+        query, key, value = autocast(query, key, value)
+        check_tensors(query, key, value)
+        lead = leading_shape(query, key, value, enable_gqa)
+        if query.shape[-2] != key.shape[-2]:
+            raise ValueError(f"key: expected {query.shape[-2]} rows, one for each query, got {list(key.shape)}")
+        q, k, v, keep = self._prepare(query, key, value, key_mask, lead, False)
+        if state is not None and (not isinstance(state, State) or state.total.shape[:2] != k.shape[:2]):
+            raise ValueError(f"state: expected what step gave for [B, Hkv] = {list(k.shape[:2])}, got {describe(state)}")
+        if state is not None and state.total.shape[-1] != v.shape[-1] + 1:
+            raise ValueError(f"value: expected Dv={state.total.shape[-1] - 1}, as before, got {list(value.shape)}")
+        rows, _, state = self._attend(q, k, v, keep, scale, True, 0, state)
+        out = rows.to(query.dtype).reshape(*lead, query.shape[-2], value.shape[-1])
+        return _squeezed(out, query, key, value), state
+
+    # --- the sums ---------------------------------------------------------------------------------------------------
+
+    def _prepare(
+        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, lead: tuple[int, ...], apart: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """query [B, Hkv, G, Tq, D], key and value [B, Hkv, Tk, .] and the mask [B|1, 1, Tk, 1] (masked keys read as 0).
+        `apart` gives each query head keys of its own."""
+        H = lead[-1]
+        q = fold(query, lead, H)
+        heads = max(t.shape[-3] if t.dim() > 2 else 1 for t in (key, value))
+        k, v = fold(key, lead, heads), fold(value, lead, heads)
+        if apart and heads != H:
+            k, v, heads = k.repeat_interleave(H // heads, 1), v.repeat_interleave(H // heads, 1), H
+        keep = None
+        if key_mask is not None:
+            Tk = key.shape[-2]
+            if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
+                raise TypeError(f"key_mask: expected a bool tensor, True where a key may be read, got {describe(key_mask)}")
+            check_device("key_mask", key_mask, query.device)
+            shape = (*lead[:-1], Tk)
+            if key_mask.shape != shape and key_mask.shape != (Tk,):
+                raise ValueError(f"key_mask: expected shape {[Tk]} or {list(shape)}, got {list(key_mask.shape)}")
+            keep = key_mask.reshape(-1, 1, Tk, 1)
+            k, v = torch.where(keep, k, 0.0), torch.where(keep, v, 0.0)
+        return q.unflatten(1, (heads, H // heads)), k, v, keep
+
+    def _attend(
+        self,
+        q: Tensor,  # [B, Hkv, G, Tq, D]
+        k: Tensor,  # [B, Hkv, Tk, D]
+        v: Tensor,  # [B, Hkv, Tk, Dv]
+        keep: Tensor | None,  # [B|1, 1, Tk, 1]
+        scale: float | None,
+        causal: bool,
+        offset: int,
+        state: State | None = None,
+    ) -> tuple[Tensor, Tensor, State]:
+        """Rows [B, Hkv, G, Tq, Dv], log of their mass [B, Hkv, G, Tq] and the state after the last key, in the compute
+        dtype. Causal query i sees the state and the keys up to i + offset."""
+        if scale is not None:
+            scale = number("scale", scale, "a finite number", finite)
+            if scale < 0:  # exp(-|s| qk) is the kernel of -q
+                q, scale = -q, -scale
+        B, Hkv, G, Tq, _ = q.shape
+        Tk, Dv = v.shape[2:]
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        heads = max(1, B * Hkv * G)
+        size = self.chunk or max(64, min(256, 512 // heads))
+        if state is None:
+            M = self.features(k[..., :0, :].to(dtype), scale)[0].shape[-1]
+            total = torch.zeros(B, Hkv, M, Dv + 1, dtype=dtype, device=q.device)
+            state = State(total, torch.full((B, Hkv, 1, 1), -math.inf, dtype=dtype, device=q.device))
+        # A chunk that is computed again needs the state before it only.
+        again = (
+            torch.is_grad_enabled()
+            and any(t.requires_grad for t in (q, k, v, *state))
+            and max(Tq, Tk) > size
+            and not torch.compiler.is_compiling()
+            and not torch._C._are_functorch_transforms_active()
+        )
+
+        def call(chunk: Any, *args: Any) -> Any:
+            if again:
+                return checkpoint(chunk, *args, use_reentrant=False, preserve_rng_state=False)
+            return chunk(*args)
+
+        def keys(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor | None]:
+            rows = slice(start, stop)
+            return k[:, :, rows], v[:, :, rows], None if keep is None else keep[:, :, rows]
+
+        rows, masses = [], []
+        before = offset if causal else Tk  # keys that every query sees
+        for start in range(0, before, 4 * size):
+            state = call(self._absorb, state, *keys(start, min(before, start + 4 * size)), scale)
+        step = size if causal else 4 * size
+        for start in range(0, Tq, step):
+            queries = q[..., start : start + step, :]
+            if causal and before + start < Tk:
+                out, mass, state = call(self._chunk, state, queries, *keys(before + start, before + start + step), scale)
+            else:
+                out, mass = call(self._read, state, queries, scale)
+            rows.append(out)
+            masses.append(mass)
+        if not rows:
+            return q.new_zeros(B, Hkv, G, 0, Dv, dtype=dtype), q.new_zeros(B, Hkv, G, 0, dtype=dtype), state
+        if len(rows) == 1:
+            return rows[0], masses[0], state
+        return torch.cat(rows, 3), torch.cat(masses, 3), state
+
+    def _absorb(self, state: State, k: Tensor, v: Tensor, keep: Tensor | None, scale: float | None) -> State:
+        """The state with these keys in it."""
+        phi, level = self._keys(state, k, keep, scale)
+        return self._joined(state, phi, level, _with_ones(v, state))
+
+    def _read(self, state: State, q: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+        """Rows of queries that see just what is in the state."""
+        phi, own = self.features(q.flatten(2, 3).to(state.total.dtype), scale)
+        sums = phi @ state.total
+        return self._quotient(sums, state.shift, own, q.shape)
+
+    def _chunk(
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float | None
+    ) -> tuple[Tensor, Tensor, State]:
+        """Rows of queries that see the state and, causally, these keys; and the state with them."""
+        G, rows = q.shape[2:4]
+        phi_q, own = self.features(q.flatten(2, 3).to(state.total.dtype), scale)
+        phi_k, level = self._keys(state, k, keep, scale)
+        v = _with_ones(v, state)
+        pairs = (phi_q @ phi_k.mT).unflatten(2, (G, rows))
+        before = phi_q @ state.total
+        top = state.shift
+        if level is None:
+            pairs = pairs.tril()
+        else:  # relative to the largest key that the row sees
+            top = torch.cummax(level, 2).values.maximum(state.shift)
+            if top.shape[2] < rows:
+                top = torch.cat([top, top[:, :, -1:].expand(-1, -1, rows - top.shape[2], -1)], 2)
+            seen = torch.ones(rows, level.shape[2], dtype=torch.bool, device=q.device).tril()
+            ratio = torch.where(seen, level.mT - _finite(top), -math.inf).exp()
+            pairs = pairs * ratio[:, :, None]
+            before = before.unflatten(2, (G, rows)) * (state.shift - _finite(top)).exp()[:, :, None]
+            before, top = before.flatten(2, 3), top.repeat(1, 1, G, 1)
+        out, mass = self._quotient(pairs.flatten(2, 3) @ v + before, top, own, q.shape)
+        return out, mass, self._joined(state, phi_k, level, v)
+
+    def _keys(
+        self, state: State, k: Tensor, keep: Tensor | None, scale: float | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Features and log-scales of keys; a masked one has neither."""
+        phi, level = self.features(k.to(state.total.dtype), scale)
+        if keep is not None:
+            phi = torch.where(keep, phi, 0.0)
+            level = None if level is None else torch.where(keep, level, -math.inf)
+        return phi, level
+
+    def _joined(self, state: State, phi: Tensor, level: Tensor | None, v: Tensor) -> State:
+        if level is None:
+            return State(state.total + phi.mT @ v, torch.zeros_like(state.shift))
+        shift = level.amax(2, keepdim=True).maximum(state.shift)
+        total = state.total * (state.shift - _finite(shift)).exp() + phi.mT @ (v * (level - _finite(shift)).exp())
+        return State(total, shift)
+
+    def _quotient(self, sums: Tensor, shift: Tensor, own: Tensor | None, shape: torch.Size) -> tuple[Tensor, Tensor]:
+        """Values by mass [B, Hkv, G, Tq, Dv], and the mass's log; 0 and -inf where there is none."""
+        mass = sums[..., -1:]
+        good = mass >= torch.finfo(mass.dtype).tiny
+        mass = torch.where(good, mass, 1.0)
+        out = torch.where(good, sums[..., :-1] / mass, 0.0)
+        log = mass.log() + _finite(shift)
+        log = torch.where(good, log if own is None else log + own, -math.inf)
+        return out.unflatten(2, shape[2:4]), log.squeeze(-1).unflatten(2, shape[2:4])
+
+
+def _with_ones(v: Tensor, state: State) -> Tensor:
+    """[v, 1]: the last column sums to the denominator."""
+    v = v.to(state.total.dtype)
+    return torch.cat([v, v.new_ones(1).expand(*v.shape[:3], 1)], -1)
+
+
+def _finite(shift: Tensor) -> Tensor:
+    """0 for the -inf of no keys, whose difference with itself would be NaN."""
+    return torch.where(shift == -math.inf, 0.0, shift)
+
+
+def _squeezed(result: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Without the head dimension that inputs [T, D] do not have."""
+    return result.squeeze(0) if max(query.dim(), key.dim(), value.dim()) == 2 else result
+
+
+def _checked(return_aux: object) -> tuple[str, ...]:
+    names = requested(return_aux)
+    for name in names:
+        if name not in STATISTICS:
+            raise ValueError(
+                f"return_aux: {name} needs every single weight, which attention by features never has; "
+                f"defined are {', '.join(STATISTICS)}"
+            )
+    return names
+
+
+# --- the maps ---------------------------------------------------------------------------------------------------------
+
+
+class LinearAttention(Features):
+    """phi(x) = elu(x) + 1: the linear transformer (Katharopoulos et al. 2020). `scale` is 1 unless given."""
+
+    def features(self, x: Tensor, scale: float | None) -> tuple[Tensor, Tensor | None]:
+        if scale is not None:
+            x = x * math.sqrt(scale)
+        # elu(x) + 1 in so many words has no digits left where x is very negative.
+        return torch.where(x > 0, x + 1, x.clamp(max=0).exp()), None
+
+
+def directions(
+    num_features: int, dim: int, *, orthogonal: bool = True, generator: torch.Generator | None = None
+) -> Tensor:
+    """Random rows [num_features, dim] in float64, each standard normal; `orthogonal` within blocks of dim of them.
+
+    An orthogonal block is Haar-distributed: Q of a Gaussian matrix's QR, once the signs of R's diagonal, an accident of
+    the algorithm, are made positive (Mezzadri 2007). Each row gets the length of a Gaussian vector of its own (chi):
+    with rows all sqrt(dim) long the features would be biased.
+    """
+    device = "cpu" if generator is None else generator.device
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator, device=device)
+
+    if not orthogonal:
+        return normal(num_features, dim)
+    Q, R = torch.linalg.qr(normal(-(-num_features // dim), dim, dim))
+    Q = Q * R.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+    return Q.flatten(0, 1)[:num_features] * normal(num_features, dim).norm(dim=-1, keepdim=True)
+
+
+class _Random(Features):
+    """Features of `num_features` random projections (see `directions`), or of the input itself if there are none.
+
+    The directions are a buffer: saved, kept in float32 at least, used in the input's dtype and on its device.
+    """
+
+    projection: Tensor | None  # [M, D]
+    calls: Tensor
+
+    def __init__(
+        self,
+        dim: int | None,
+        num_features: int | None,
+        orthogonal: bool,
+        redraw_interval: int | None,
+        generator: torch.Generator | None,
+        chunk: int | None,
+    ) -> None:
+        super().__init__(chunk=chunk)
+        for name, value in (("dim", dim), ("num_features", num_features), ("redraw_interval", redraw_interval)):
+            if value is not None and (not is_integer(value) or value < 1):
+                raise ValueError(f"{name}: expected a positive int, got {describe(value)}")
+        self.dim, self.num_features, self.orthogonal = dim, num_features, orthogonal
+        self.redraw_interval = redraw_interval
+        if dim is None or num_features is None:
+            self.register_buffer("projection", None)
+            return
+        self.register_buffer("projection", torch.empty(num_features, dim, dtype=torch.float32))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))  # in training, since the last redraw
+        self.redraw(generator)
+
+    @torch.no_grad()
+    def redraw(self, generator: torch.Generator | None = None) -> None:
+        """Draw the directions anew (None: from PyTorch's generator). What was computed with the old ones, a `State`
+        among it, does not go with the new ones."""
+        if self.projection is None or self.dim is None or self.num_features is None:
+            raise RuntimeError(f"redraw: {type(self).__name__}() has no random directions")
+        drawn = directions(self.num_features, self.dim, orthogonal=self.orthogonal, generator=generator)
+        self.projection.copy_(drawn)
+        self.calls.zero_()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # Not while a backward pass repeats a forward one (activation checkpointing): it must see the same directions.
+        if self.training and self.redraw_interval is not None and torch._C._current_graph_task_id() == -1:
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    "redraw_interval: expected None under torch.compile; call redraw() between the steps of training"
+                )
+            if self.calls >= self.redraw_interval:
+                self.redraw()
+            self.calls += 1
+        return super().forward(*args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        kept = self.projection
+        super()._apply(fn, recurse)
+        now = self.projection
+        if kept is not None and now is not None and now.dtype in (torch.float16, torch.bfloat16):
+            self.projection = kept.to(now.device)  # rounded so far they are not what was drawn
+        return self
+
+    def project(self, x: Tensor, scale: float | None) -> Tensor:
+        """sqrt(scale) <w_r, x>, or sqrt(scale) x without directions."""
+        if self.projection is None:
+            return x if scale is None else x * math.sqrt(scale)
+        if x.shape[-1] != self.dim:
+            raise ValueError(f"query: expected head size D={self.dim}, as {self!r}, got {list(x.shape)}")
+        w = self.projection.to(x.device, x.dtype)
+        return x @ (w if scale is None else w * math.sqrt(scale)).mT
+
+    def log_constant(self) -> float:
+        return 0.0 if self.num_features is None else -math.log(self.num_features)
+
+    def extra_repr(self) -> str:
+        return "" if self.dim is None else f"dim={self.dim}, num_features={self.num_features}"
+
+
+class Performer(_Random):
+    """FAVOR+ (Choromanski et al. 2021): phi(x)_r = exp(<w_r, x'> - |x'|^2 / 2) / sqrt(m), x' = x sqrt(scale), whose
+    <phi(q), phi(k)> has the mean exp(scale <q, k>) over draws of w. `scale` is 1/sqrt(D) unless given.
+
+    `num_features`: m (None: near D log D). With `redraw_interval` the directions are drawn anew after so many calls in
+    training mode; `redraw()` does it at once. `orthogonal=False` draws them independently: more variance.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_features: int | None = None,
+        *,
+        orthogonal: bool = True,
+        redraw_interval: int | None = None,
+        generator: torch.Generator | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        if not is_integer(dim) or dim < 1:
+            raise ValueError(f"dim: expected a positive int, the head size, got {describe(dim)}")
+        if num_features is None:
+            num_features = dim * max(1, round(math.log(dim)))  # in whole blocks
+        super().__init__(dim, num_features, orthogonal, redraw_interval, generator, chunk)
+
+    def features(self, x: Tensor, scale: float | None) -> tuple[Tensor, Tensor | None]:
+        scale = x.shape[-1] ** -0.5 if scale is None else scale
+        logits = self.project(x, scale)
+        half_square = x.square().sum(-1, keepdim=True) * (scale / 2)
+        level = (logits.detach().amax(-1, keepdim=True) - half_square).detach()
+        return logits.sub_(half_square + level).exp_(), level
+
+
+class ReLUFeatures(_Random):
+    """phi(x) = relu(x), or with `dim` and `num_features` relu of as many random projections, whose <phi(q), phi(k)> / m
+    has the mean |q| |k| (sin t + (pi - t) cos t) / 2 pi, t the angle: the arc-cosine kernel (Cho and Saul 2009).
+
+    This is O(T); relu(q k^T) with normalised rows is not. A query that no feature sees gives 0. `scale` is 1 unless
+    given, and changes `lse` only.
+    """
+
+    def __init__(
+        self,
+        dim: int | None = None,
+        num_features: int | None = None,
+        *,
+        orthogonal: bool = True,
+        redraw_interval: int | None = None,
+        generator: torch.Generator | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        if (dim is None) != (num_features is None) or (dim is None and redraw_interval is not None):
+            raise ValueError(
+                "ReLUFeatures: expected dim and num_features, or neither and no redraw_interval, "
+                f"got dim={describe(dim)}, num_features={describe(num_features)}, redraw_interval={redraw_interval!r}"
+            )
+        super().__init__(dim, num_features, orthogonal, redraw_interval, generator, chunk)
+
+    def features(self, x: Tensor, scale: float | None) -> tuple[Tensor, Tensor | None]:
+        return self.project(x, scale).relu(), None
