@@ -73,7 +73,7 @@ def test_verdicts_on_ratios():
 
 def test_judged_in_words():
     found = judge("gains 1-3 %", "003", "gain", differences([1.02, 1.03], [1.0, 1.01]), (0.01, 0.03), percent=True)
-    assert found.verdict == MEASURED and found.effect == "gain: 2 [2, 2], 2 seeds %"
+    assert found.verdict == MEASURED and found.effect == "gain: 2 % [2, 2], 2 seeds"
     assert decide("never", "003", "once", False).verdict == REFUTED
     with pytest.raises(ValueError, match="expected one number per seed"):
         differences([1.0], [1.0, 2.0])

@@ -34,9 +34,13 @@ class Interval:
     n: int
 
     def __str__(self) -> str:
+        return self.words()
+
+    def words(self, unit: str = "") -> str:
+        """2.1 % [1.9, 2.3], 3 seeds"""
         if self.n < 2:
-            return f"{self.mean:.3g} (one seed)"
-        return f"{self.mean:.3g} [{self.low:.3g}, {self.high:.3g}], {self.n} seeds"
+            return f"{self.mean:.3g}{unit} (one seed)"
+        return f"{self.mean:.3g}{unit} [{self.low:.3g}, {self.high:.3g}], {self.n} seeds"
 
     def brief(self, digits: int = 3) -> str:
         """2.24 ± 0.01, half of the interval behind the mean (asymmetric ones: the larger half)."""
@@ -124,9 +128,8 @@ def judge(
     note: str = "",
 ) -> Judged:
     """The verdict on a claim that an effect lies in a range, with the effect in words (`percent`: in hundredths)."""
-    shown = effect.scaled(100) if percent else effect
-    unit = " %" if percent else ""
-    return Judged(claim, source, f"{what}: {shown}{unit}", verdict(effect, claimed, null), note)
+    shown = effect.scaled(100).words(" %") if percent else effect.words()
+    return Judged(claim, source, f"{what}: {shown}", verdict(effect, claimed, null), note)
 
 
 def decide(claim: str, source: str, effect: str, holds: bool, note: str = "") -> Judged:

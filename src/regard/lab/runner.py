@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .. import __version__
 from .corpus import Corpus
-from .judging import Judged
+from .judging import NOT_SIGNIFICANT, Judged
 
 Config = dict[str, Any]
 
@@ -292,6 +292,10 @@ class Run:
         if not outcomes.seeds:
             return None
         about = self.experiment
+        concluded = finite(asdict(about.conclude(outcomes)))
+        if self.profile == "quick":
+            for judged in concluded["verdicts"]:
+                judged |= {"verdict": NOT_SIGNIFICANT, "note": "A quick run shows that all works, and decides nothing."}
         written = {
             "name": about.name,
             "question": about.question,
@@ -302,7 +306,7 @@ class Run:
             "seeds": outcomes.seeds,
             **self._asked(),
             "versions": json.loads((self.folder / "versions.json").read_text("utf-8")),
-            **finite(asdict(about.conclude(outcomes))),
+            **concluded,
         }
         text = json.dumps(written, indent=1, allow_nan=False, ensure_ascii=False)
         (self.folder / "conclusion.json").write_text(text + "\n", encoding="utf-8")

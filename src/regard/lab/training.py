@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ..nn import Transformer
+from ..operator import attention
+from ..statistics import AuxRequest
 from .corpus import Corpus
+from .judging import Interval, interval
 from .runner import Cell, Config, Stopped
 
 Batch = tuple[Tensor, Tensor]  # tokens and what is to be predicted from them, [B, T] each; negative: nothing
@@ -207,3 +210,24 @@ def train_on_text(
         return found if also is None else found | also(model, pieces[:8, :-1])
 
     return train(cell, model, Training.of(cell.config), text_batches(cell), evaluate)
+
+
+def plan_statistics(model: Transformer, tokens: Tensor, *names: str) -> dict[str, Tensor]:
+    """Statistics of every head's plan (`AuxRequest`'s fields), averaged over the queries: [layers, H] each."""
+    request = AuxRequest(**dict.fromkeys(names, True))
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+    with torch.no_grad():
+        for (q, k, v), problem in zip(model.heads(tokens), model.problems(), strict=True):
+            _, aux = attention(q, k, v, is_causal=True, problem=problem, return_aux=request)
+            for name in names:
+                found[name].append(getattr(aux, name).mean((0, 2)))
+    return {name: torch.stack(layers) for name, layers in found.items()}
+
+
+def perplexity_change(a: Sequence[float], b: Sequence[float]) -> Interval:
+    """How much higher the perplexity of losses a is than that of b, seed by seed: 0.05 is 5 % worse."""
+    return interval([_relative(x - y) for x, y in zip(a, b, strict=True)])
+
+
+def _relative(difference: float) -> float:
+    return math.expm1(difference) if difference < 700 else math.inf

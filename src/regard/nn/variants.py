@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..features import ReLUFeatures
 from ..operator import attention
 
 
@@ -33,25 +34,9 @@ def relu_normalisation(query: Tensor, key: Tensor, value: Tensor, is_causal: boo
     return s / torch.where(total > 0, total, 1.0) @ value
 
 
-def relu_features(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, chunk: int = 64) -> Tensor:
-    """⟨ReLU(q), ReLU(k)⟩ / Σ: linear in T, because the ReLU acts on q and k *before* the product.
-
-    Then Σ_j φ(q)·φ(k_j) v_j = φ(q) · Σ_j φ(k_j) v_jᵀ, and the sum over the past is carried along: within a chunk of
-    queries the few weights are written out, all earlier keys are in one D x Dv state. 0 where no weight is positive.
-    """
-    q, k = query.relu(), key.relu()
-    v = torch.cat([value, torch.ones_like(value[..., :1])], -1)  # the last column collects the denominator
-    if not is_causal:
-        summed = q @ (k.mT @ v)
-    else:
-        pieces, state = [], q.new_zeros(*k.shape[:-2], k.shape[-1], v.shape[-1])
-        for start in range(0, q.shape[-2], chunk):
-            rows, keys, values = (t[..., start : start + chunk, :] for t in (q, k, v))
-            pieces.append(rows @ state + (rows @ keys.mT).tril() @ values)
-            state = state + keys.mT @ values
-        summed = torch.cat(pieces, -2)
-    total = summed[..., -1:]
-    return summed[..., :-1] / torch.where(total > 0, total, 1.0)
+def relu_features(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+    """⟨ReLU(q), ReLU(k)⟩ / Σ: linear in T, because the ReLU acts on q and k *before* the product."""
+    return ReLUFeatures()(query, key, value, is_causal)
 
 
 def mask_to_zero(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:

@@ -6,7 +6,7 @@ import importlib
 
 from ..runner import Experiment, Refused
 
-NAMES = ("masking",)
+NAMES = ("masking", "normalizer", "scaling", "temperature", "variance")
 
 
 def load(name: str) -> Experiment:

@@ -1,0 +1,176 @@
+"""Every experiment's quick profile: what must be true at that size, and that its verdicts can go either way."""
+
+import math
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+
+from regard.lab.corpus import standard_library
+from regard.lab.experiments import NAMES, load, normalizer, scaling, temperature, variance
+from regard.lab.judging import MEASURED, NOT_SIGNIFICANT, REFUTED, VERDICTS
+from regard.lab.runner import Outcome, Outcomes, Run, configured
+
+TEXT = standard_library(60_000)
+
+
+def quick(name: str) -> Outcomes:
+    """What an experiment's quick profile gives."""
+    experiment = load(name)
+    with TemporaryDirectory() as folder:
+        run = Run(experiment, configured(experiment, True, {}), TEXT, Path(folder), "quick")
+        run.open()
+        for setting, seed in run.cells():
+            run.measure(setting, seed)
+        concluded = run.conclude()
+        assert concluded is not None and concluded["complete"]
+        assert {v["verdict"] for v in concluded["verdicts"]} == {NOT_SIGNIFICANT}
+        return run.outcomes()
+
+
+def made_up(name: str, results: dict[str, list[dict]]) -> dict[str, str]:
+    """The verdicts, by claim and effect, on results that nobody measured."""
+    experiment = load(name)
+    outcomes = [Outcome(s, seed, r, []) for s, each in results.items() for seed, r in enumerate(each)]
+    concluded = experiment.conclude(Outcomes(outcomes, experiment.full))
+    return {f"{v.claim} | {v.effect}": v.verdict for v in concluded.verdicts}
+
+
+def only(found: dict[str, str], *words: str) -> str:
+    (verdict,) = (v for text, v in found.items() if all(word in text for word in words))
+    return verdict
+
+
+def check_masking(found: Outcomes) -> None:
+    for outcome in found.each("minus infinity"):
+        assert outcome.result["leak"] == 0
+        assert outcome.result["honest"] == pytest.approx(outcome.result["apparent"], abs=1e-5)
+    for setting in ("mask to zero", "no mask"):
+        assert min(found.values(setting, "leak")) > 1e-3
+        assert all(o.result["honest"] != pytest.approx(o.result["apparent"], abs=1e-4) for o in found.each(setting))
+
+
+def test_masking_can_go_either_way():
+    def results(gaps, leak):
+        return [{"apparent": 2.0, "honest": 2.0 + g, "leak": leak} for g in gaps]
+
+    clean = results([0, 0, 0], 0.0)
+    leaky = made_up(
+        "masking", {"minus infinity": clean, "mask to zero": results([0.5, 0.51, 0.49], 0.1), "no mask": clean}
+    )
+    assert only(leaky, "instead of −∞") == MEASURED and only(leaky, "No masking") == REFUTED
+    assert only(leaky, "is clean") == MEASURED
+    other = made_up("masking", {"minus infinity": results([0, 0, 0], 1e-9), "mask to zero": clean, "no mask": clean})
+    assert only(other, "is clean") == REFUTED
+
+
+def check_normalizer(found: Outcomes) -> None:
+    for rule in found.settings:
+        first = found.each(rule)[0].metrics[0]["val"]
+        assert first == pytest.approx(math.log(len(TEXT.characters)), abs=0.6)
+        if rule != "row sum":
+            assert max(found.values(rule, "val")) < first - 0.5  # it learns
+    worse = found.values("row sum", "val")[0] - found.values("softmax", "val")[0]
+    assert worse > 0.05  # poles where a row of scores sums to 0
+    assert set(normalizer.RULES) == set(found.settings)
+
+
+def test_normalizer_can_go_either_way():
+    def rule(*losses, diverged=None):
+        return [{"val": x, "best": 2.0, "diverged_at": diverged, "steps_per_second": 1.0} for x in losses]
+
+    found = made_up(
+        "normalizer",
+        {
+            "softmax": rule(2.0, 2.01, 1.99),
+            "ReLU, normalised": rule(2.1, 2.11, 2.09),
+            "ReLU features": rule(2.5, 2.51, 2.49),
+            "linear (elu + 1)": rule(1.9, 2.11, 2.0),
+            "raw dot products": rule(None, None, None, diverged=3),
+            "row sum": rule(None, None, None, diverged=3),
+        },
+    )
+    assert only(found, "ReLU + normalization") == MEASURED and only(found, "with ReLU degrades") == REFUTED
+    assert only(found, "Linear Transformers") == NOT_SIGNIFICANT
+    assert only(found, "Raw dot products") == MEASURED and only(found, "row sum fails") == MEASURED
+
+
+def check_scaling(found: Outcomes) -> None:
+    sizes = found.config["sizes"]
+    for size in sizes:
+        spread = {i: found.values(scaling.name_of(i, size, "unscaled"), "spread")[0] for i in scaling.INITS}
+        assert spread["unit"] == pytest.approx(math.sqrt(size), rel=0.3)
+        assert spread["pytorch"] == pytest.approx(math.sqrt(size) / 3, rel=0.3)
+        assert spread["0.02"] < 0.2
+        scaled = found.values(scaling.name_of("unit", size, "scaled"), "spread")[0]
+        assert scaled == pytest.approx(spread["unit"] / math.sqrt(size), rel=0.15)  # the first layer exactly
+    unscaled, natural, bounded = (
+        found.each(scaling.name_of("unit", max(sizes), how))[0].result for how in ("unscaled", *scaling.RESCUES)
+    )
+    assert unscaled["saturated"] > 0.1 and unscaled["entropy"] < 0.6
+    assert natural["curve"][0] == pytest.approx(unscaled["curve"][0], abs=1e-5)  # the same model, another gradient
+    assert natural["curve"][1] != pytest.approx(unscaled["curve"][1], abs=1e-4)
+    assert bounded["curve"][0] != pytest.approx(unscaled["curve"][0], abs=1e-4)
+
+
+def test_steps_to_equal_loss():
+    assert scaling.steps_to([[0, 4.0], [10, 3.0], [20, 2.0]], 2.5) == 15
+    assert scaling.steps_to([[0, 4.0], [10, 3.0]], 2.5) == math.inf
+    slow = [{"val": 2.5, "curve": [[0, 4.0], [40, 3.0], [80, 2.5]]}]
+    fast = [{"val": 2.0, "curve": [[0, 4.0], [10, 3.0], [20, 2.5], [80, 2.0]]}]
+    outcomes = Outcomes([Outcome("slow", 0, slow[0], []), Outcome("fast", 0, fast[0], [])], {})
+    assert scaling.slowdown(outcomes, "slow", "fast").mean == pytest.approx(4.0)
+
+
+def check_temperature(found: Outcomes) -> None:
+    for fixed, learned in zip(found.each("fixed"), found.each("learned"), strict=True):
+        assert fixed.metrics[0]["val"] == pytest.approx(learned.metrics[0]["val"], abs=1e-6)  # paired: τ = 1 at first
+        taus = learned.result["temperatures"]
+        assert all(tau > 0 for layer in taus for tau in layer)
+        assert max(abs(tau - 1) for layer in taus for tau in layer) > 1e-3
+        assert {tau for layer in fixed.result["temperatures"] for tau in layer} == {1.0}
+
+
+def test_temperature_can_go_either_way():
+    def results(losses, taus):
+        return [{"val": x, "temperatures": [[t] * 2 for t in taus], "entropy": [1.0] * 4} for x in losses]
+
+    fixed = results([2.0, 2.1, 1.9], [1.0] * 4)
+    falling = made_up("temperature", {"fixed": fixed, "learned": results([1.98, 2.08, 1.88], [1.6, 1.2, 1.0, 0.8])})
+    assert only(falling, "1-3 %") == MEASURED and only(falling, "Lower layers") == MEASURED
+    u = made_up("temperature", {"fixed": fixed, "learned": results([2.0, 2.1, 1.9], [0.9, 0.5, 0.5, 1.5])})
+    assert only(u, "1-3 %") == REFUTED and only(u, "Lower layers") == REFUTED and only(u, "follow a U") == MEASURED
+    assert temperature.slope([3.0, 2.0, 1.0]) == -1 and temperature.curvature([1.0, 0.0, 1.0]) == 1
+
+
+def check_variance(found: Outcomes) -> None:
+    for outcome in found.each("softmax"):
+        assert outcome.result["sampler_error"] < 0.08  # the exact variance is a sampler's
+        assert 0 < outcome.result["mean"] < 1
+
+
+def test_the_exact_variance_counts_every_draw():
+    scores = torch.tensor([[0.3, -1.0, 2.0, -math.inf]], dtype=torch.float64)
+    utility = torch.tensor([[1.0, -2.0, 0.5, 7.0]], dtype=torch.float64)
+    p = scores[0].softmax(-1)
+    for b, found in zip(((p * utility[0]).sum(), 0.0), variance.variances(scores, utility), strict=True):
+        draws = torch.stack([(utility[0, j] - b) * (torch.eye(4, dtype=torch.float64)[j] - p) for j in range(4)])
+        mean = (p[:, None] * draws).sum(0)
+        torch.testing.assert_close(found[0], (p * (draws - mean).square().sum(1)).sum())
+    known = variance.variances(torch.tensor([[0.9, 0.1]]).double().log(), torch.tensor([[1.0, 0.0]]).double())
+    assert [v.item() for v in known] == [pytest.approx(0.115, abs=1e-3), pytest.approx(0.0018, abs=1e-4)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_quick_profile(name):
+    experiment = load(name)
+    assert experiment.name == name and experiment.question.endswith("?") and experiment.source and experiment.about
+    assert experiment.quick.keys() == experiment.full.keys()
+    assert len(set(experiment.settings(experiment.full))) == len(experiment.settings(experiment.full))
+    found = quick(name)
+    concluded = experiment.conclude(found)
+    assert concluded.verdicts and concluded.tables and concluded.figures
+    assert all(v.verdict in VERDICTS for v in concluded.verdicts)
+    assert all(len(row) == len(table.header) for table in concluded.tables for row in table.rows)
+    globals()[f"check_{name}"](found)
