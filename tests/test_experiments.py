@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from regard.lab.corpus import standard_library
-from regard.lab.experiments import NAMES, load, normalizer, scaling, temperature, variance
+from regard.lab.experiments import NAMES, load, normalizer, recall, sampling, scaling, sharpness, temperature, variance
 from regard.lab.judging import MEASURED, NOT_SIGNIFICANT, REFUTED, VERDICTS
 from regard.lab.runner import Outcome, Outcomes, Run, configured
 
@@ -160,6 +160,92 @@ def test_the_exact_variance_counts_every_draw():
         torch.testing.assert_close(found[0], (p * (draws - mean).square().sum(1)).sum())
     known = variance.variances(torch.tensor([[0.9, 0.1]]).double().log(), torch.tensor([[1.0, 0.0]]).double())
     assert [v.item() for v in known] == [pytest.approx(0.115, abs=1e-3), pytest.approx(0.0018, abs=1e-4)]
+
+
+def check_sharpness(found: Outcomes) -> None:
+    for outcome in found.each("own"):
+        result = outcome.result
+        assert result["base"] == pytest.approx(outcome.metrics[-1]["val"], abs=1e-6)
+        assert result["all"][found.config["temperatures"].index(1.0)] == pytest.approx(result["base"], abs=1e-6)
+        assert len(result["softer"]) == len(result["entropy"]) == found.config["layers"] * found.config["heads"]
+        assert all(0 < h < 1 for h in result["entropy"]) and all(v > 0 for v in result["score_variance"])
+        moved = [loss for layer in result["layers"] for loss in layer] + result["softer"] + result["sharper"]
+        assert all(loss != result["base"] for loss in moved)
+
+
+def test_sharpness_can_go_either_way():
+    taus, layers = load("sharpness").full["temperatures"], load("sharpness").full["layer_temperatures"]
+
+    def results(sign):
+        bump = [sign * (tau - 1) ** 2 for tau in taus]
+        heads = {"entropy": [0.1, 0.5, 0.9], "score_variance": [3.0, 2.0, 1.0]}
+        losses = {"softer": [2 + sign * x for x in (0.3, 0.2, 0.1)], "sharper": [2.0, 2.0, 2.0]}
+        return [{"base": 2.0, "all": [2 + b for b in bump], "layers": [[2.1] * len(layers)], **heads, **losses}] * 3
+
+    found = made_up("sharpness", {"own": results(1)})
+    assert set(found.values()) == {MEASURED}
+    assert REFUTED in made_up("sharpness", {"own": results(-1)}).values()
+    assert sharpness.rank_correlation([1.0, 2.0, 3.0], [5.0, 6.0, 9.0]) == pytest.approx(1)
+    assert sharpness.rank_correlation([1.0, 2.0, 3.0], [9.0, 6.0, 5.0]) == pytest.approx(-1)
+
+
+def check_recall(found: Outcomes) -> None:
+    for setting in found.settings:
+        assert 0 <= found.values(setting, "accuracy")[0] <= 1
+    assert len(found.settings) == 3 * len(recall.RULES)
+
+
+def test_recall_tasks_ask_what_the_context_determines():
+    config, generator = load("recall").full, torch.Generator().manual_seed(0)
+    tokens, targets = recall.recall(50, config, generator)
+    for row, asked in zip(tokens.tolist(), targets.tolist(), strict=True):
+        pairs = dict(zip(row[: 2 * config["pairs"] : 2], row[1 : 2 * config["pairs"] : 2], strict=True))
+        assert len(pairs) == config["pairs"]
+        answers = {i: t for i, t in enumerate(asked) if t >= 0}
+        assert len(answers) == config["pairs"]
+        assert all(pairs[row[i]] == t == row[i + 1] for i, t in answers.items())
+    tokens, targets = recall.copying(50, config, generator)
+    asked = targets >= 0
+    assert (
+        torch.equal(tokens[:, 1:][asked[:, :-1]], targets[asked])
+        and asked.sum(1).unique().item() == tokens.shape[1] // 2
+    )
+    tokens, targets = recall.addition(200, config, generator)
+    for row, asked in zip(tokens.tolist(), targets.tolist(), strict=True):
+        text = "".join("0123456789+="[t] for t in row)
+        a, b, c = (int(part[::-1]) for part in text.replace("=", "+").split("+"))
+        assert a + b == c and [t for t in asked if t >= 0] == row[2 * config["digits"] + 2 :]
+
+
+def test_recall_can_go_either_way():
+    def results(*values):
+        return [{"accuracy": v} for v in values]
+
+    rules = dict.fromkeys(recall.RULES, results(0.5, 0.51, 0.49))
+    good = {f"{task}: {rule}": r for task in recall.TASKS for rule, r in rules.items()}
+    found = made_up("recall", {**good, "recall: softmax": results(1.0, 1.0, 1.0)})
+    assert only(found, "recall: accuracy", "Performer") == MEASURED
+    assert only(found, "copying: accuracy", "Performer") == REFUTED  # no difference at all
+    noisy = made_up("recall", {**good, "copying: softmax": results(1.0, 0.4, 0.6)})
+    assert only(noisy, "copying: accuracy", "Performer") == NOT_SIGNIFICANT
+
+
+def check_sampling(found: Outcomes) -> None:
+    for outcome in found.each("text"):
+        result = outcome.result
+        assert result["entropy"] == sorted(result["entropy"]) and result["entropy"][0] == 0
+        assert result["agreement"][0] == found.config["characters"]  # τ = 0 leaves no choice
+        assert result["agreement"][0] > result["agreement"][-1] and result["distinct"][0] < result["distinct"][-1]
+
+
+def test_what_sampling_counts():
+    rows = torch.tensor([[1, 2, 1, 2, 1, 2], [1, 2, 3, 4, 5, 6]])
+    assert sampling.distinct(rows, 2) == 6 / 10  # 12 21 23 34 45 56
+    assert sampling.repetition(rows, 2) == pytest.approx((3 / 5 + 0) / 2)
+    assert sampling.agreement(rows[:1], rows[1:]) == 2
+    logits = torch.tensor([[0.0, math.log(3.0)]])
+    assert sampling.entropy(logits, 1.0) == pytest.approx(-0.25 * math.log(0.25) - 0.75 * math.log(0.75))
+    assert sampling.entropy(logits, 1e6) == pytest.approx(math.log(2))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,7 +6,7 @@ import importlib
 
 from ..runner import Experiment, Refused
 
-NAMES = ("masking", "normalizer", "scaling", "temperature", "variance")
+NAMES = ("masking", "normalizer", "scaling", "temperature", "variance", "sharpness", "recall", "sampling")
 
 
 def load(name: str) -> Experiment:
