@@ -8,7 +8,20 @@ import pytest
 import torch
 
 from regard.lab.corpus import standard_library
-from regard.lab.experiments import NAMES, load, normalizer, recall, sampling, scaling, sharpness, temperature, variance
+from regard.lab.experiments import (
+    NAMES,
+    baseline,
+    load,
+    normalizer,
+    priors,
+    recall,
+    sampling,
+    scaling,
+    sharpness,
+    sinks,
+    temperature,
+    variance,
+)
 from regard.lab.judging import MEASURED, NOT_SIGNIFICANT, REFUTED, VERDICTS
 from regard.lab.runner import Outcome, Outcomes, Run, configured
 
@@ -246,6 +259,107 @@ def test_what_sampling_counts():
     logits = torch.tensor([[0.0, math.log(3.0)]])
     assert sampling.entropy(logits, 1.0) == pytest.approx(-0.25 * math.log(0.25) - 0.75 * math.log(0.75))
     assert sampling.entropy(logits, 1e6) == pytest.approx(math.log(2))
+
+
+def check_sinks(found: Outcomes) -> None:
+    for setting in found.settings:
+        for outcome in found.each(setting):
+            assert 0 <= outcome.result["first"] <= outcome.result["worst"] < 1
+            assert outcome.result["val"] < outcome.metrics[0]["val"]
+    first = [found.each(f"text: {rule}")[0].metrics[0]["first"] for rule in ("softmax", "entmax-1.5", "null key")]
+    near = 1 / (0.625 * found.config["length"])  # before training plans are nearly uniform
+    assert first[0] == pytest.approx(near, rel=0.3) and first[1] == pytest.approx(near, rel=0.3)
+    assert first[2] < first[0]  # the null key takes its share
+
+
+def test_backcopy_copies_after_triggers_only():
+    config = load("sinks").full
+    tokens, targets = sinks.backcopy(400, config, torch.Generator().manual_seed(0))
+    symbols, triggers = config["symbols"], config["triggers"]
+    assert (tokens[:, 0] == symbols).all() and (tokens[:, 1:] < symbols).all()
+    after = (tokens[:, 2:] < triggers) & (tokens[:, 1:-1] < symbols)
+    assert torch.equal(targets[:, 2:][after], tokens[:, 1:-1][after]) and after.sum() > 100
+    # elsewhere the chain's own chances
+    symbol = int(torch.bincount(tokens[:, 2:].flatten()[tokens[:, 2:].flatten() >= triggers]).argmax())
+    follows = targets[:, 2:][tokens[:, 2:] == symbol]
+    counts = torch.bincount(follows, minlength=symbols) / len(follows)
+    torch.testing.assert_close(counts, sinks.transitions(config)[symbol], atol=0.06, rtol=0)
+
+
+def test_sinks_can_go_either_way():
+    def results(worst):
+        return [{"val": 2.0, "first": w / 2, "worst": w} for w in worst]
+
+    sink, none = results([0.8, 0.81, 0.79]), results([0.05, 0.06, 0.04])
+    found = made_up("sinks", {f"text: {rule}": none if rule == "null key" else sink for rule in sinks.RULES})
+    assert only(found, "Softmax grows") == MEASURED and only(found, "Null key removes") == MEASURED
+    assert only(found, "Entmax-1.5 removes") == REFUTED
+    assert only(made_up("sinks", {f"text: {rule}": none for rule in sinks.RULES}), "Softmax grows") == REFUTED
+
+
+def check_priors(found: Outcomes) -> None:
+    for setting in found.settings:
+        for outcome in found.each(setting):
+            assert len(outcome.result["losses"]) == 3 and all(0 < x < 5 for x in outcome.result["losses"])
+
+
+def test_the_learned_offset_prior_is_a_prior():
+    prior = priors.OffsetPrior(2, 4)
+    torch.nn.init.normal_(prior.log_prior)
+    q, k, v = (torch.randn(1, 2, 7, 8) for _ in range(3))
+    scores = q @ k.mT / 8**0.5
+    for i in range(7):
+        for j in range(7):
+            scores[:, :, i, j] += prior.log_prior[:, min(max(i - j, 0), 3)] if j <= i else -math.inf
+    torch.testing.assert_close(prior(q, k, v, True), scores.softmax(-1) @ v)
+    assert priors.slopes(8).tolist() == [2.0**-n for n in range(1, 9)]
+
+
+def test_priors_can_go_either_way():
+    def results(*rise):
+        return [{"losses": [2.0 + n / 10, 2.0 + n / 10 + r, 2.0 + n / 10 + 2 * r]} for n, r in enumerate(rise)]
+
+    found = made_up(
+        "priors",
+        {
+            "uniform": results(0.3, 0.31, 0.29),
+            "ALiBi": results(-0.01, -0.012, -0.011),
+            "learned offsets": results(0.2, -0.2, 0.1),
+        },
+    )
+    assert only(found, "uniform", "at 4x") == MEASURED and only(found, "With ALiBi", "at 2x") == MEASURED
+    assert only(found, "learned offsets", "at 2x") == NOT_SIGNIFICANT
+    failing = made_up("priors", dict.fromkeys(("uniform", "ALiBi", "learned offsets"), results(0.3, 0.31, 0.29)))
+    assert only(failing, "With ALiBi", "at 4x") == REFUTED
+
+
+def check_baseline(found: Outcomes) -> None:
+    ours, theirs = (found.each(s)[0] for s in ("regard", "stock SDPA"))
+    for a, b in zip(ours.metrics, theirs.metrics, strict=True):
+        assert a["val"] == pytest.approx(b["val"], abs=2e-3)  # the same model, the same batches
+    assert not ours.result["shakespeare"]
+    ratios = found.each("time")[0].result["ratios"]
+    assert list(ratios) == ["32", "64"] and all(r > 0 for rs in ratios.values() for r in rs)
+
+
+def test_baseline_can_go_either_way():
+    def results(*values, shakespeare=True):
+        return [{"val": v, "shakespeare": shakespeare} for v in values]
+
+    def race(*medians):
+        return [{"ratios": {str(n): [m, m, m] for n in load("baseline").full["lengths"]}} for m in medians]
+
+    same = {"regard": results(1.88, 1.89, 1.87), "stock SDPA": results(1.88, 1.891, 1.869)}
+    found = made_up("baseline", {**same, "time": race(0.9, 0.91, 0.92)})
+    assert set(found.values()) == {MEASURED} and len(found) == 4
+    slow = made_up("baseline", {**same, "time": race(1.5, 1.52, 1.49)})
+    assert only(slow, "T = 256") == REFUTED
+    other = made_up(
+        "baseline", {"regard": results(2.2, 2.21, 2.19), "stock SDPA": same["stock SDPA"], "time": race(1.0, 1.1, 0.9)}
+    )
+    assert only(other, "Validation loss 1.88") == REFUTED and only(other, "learns what it learns") == REFUTED
+    assert only(other, "T = 512") == NOT_SIGNIFICANT
+    assert baseline.median([3.0, 1.0, 2.0]) == 2 and baseline.median([1.0, 2.0]) == 1.5
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,7 +6,19 @@ import importlib
 
 from ..runner import Experiment, Refused
 
-NAMES = ("masking", "normalizer", "scaling", "temperature", "variance", "sharpness", "recall", "sampling")
+NAMES = (
+    "baseline",
+    "scaling",
+    "normalizer",
+    "temperature",
+    "recall",
+    "sampling",
+    "masking",
+    "sharpness",
+    "sinks",
+    "priors",
+    "variance",
+)
 
 
 def load(name: str) -> Experiment:
