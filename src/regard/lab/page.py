@@ -101,8 +101,10 @@ def _experiment(record: Record) -> str:
     by += f", {versions['processor']}, {_plural(versions['threads'], 'thread')}"
     config = ", ".join(f"{name} {_short(value)}" for name, value in record["config"].items())
     partly = "" if record["complete"] else f" Not finished: {_plural(len(record['seeds']), 'seed')} so far."
+    names = dict.fromkeys(s["name"] for f in record["figures"] for s in f["series"])
+    colours = {name: f"s{n % 10}" for n, name in enumerate(names)}  # a name has one colour in all figures
     figures = "".join(
-        f"<figure><figcaption>{_text(f['title'])}</figcaption>{_figure(f)}</figure>" for f in record["figures"]
+        f"<figure><figcaption>{_text(f['title'])}</figcaption>{_figure(f, colours)}</figure>" for f in record["figures"]
     )
     tables = "".join(map(_table, record["tables"]))
     return f"""<section id="{_text(_id(record))}">
@@ -128,7 +130,7 @@ def _short(value: object) -> str:
 def _table(table: Record) -> str:
     head = "".join(f'<th class="text">{_text(cell)}</th>' for cell in table["header"])
     rows = "".join(
-        "<tr>" + f'<th scope="row">{_text(row[0])}</th>' + "".join(f"<td>{_text(c)}</td>" for c in row[1:]) + "</tr>"
+        "<tr>" + f'<th scope="row">{_text(row[0])}</th>' + "".join(map(_cell, row[1:])) + "</tr>"
         for row in table["rows"]
     )
     return (
@@ -137,13 +139,19 @@ def _table(table: Record) -> str:
     )
 
 
+def _cell(text: str) -> str:
+    """Numbers to the right, words to the left."""
+    kind = "" if text[:1].isdigit() or text[:1] in "-−" else ' class="text"'
+    return f"<td{kind}>{_text(text)}</td>"
+
+
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 420, 250, 52, 36, 10, 12
 
 
-def _figure(figure: Record) -> str:
-    drawn = _dots(figure) if figure["kind"] == "dots" else _lines(figure)
+def _figure(figure: Record, colours: dict[str, str]) -> str:
+    drawn = (_dots if figure["kind"] == "dots" else _lines)(figure, colours)
     return f'<div class="plot">{drawn}</div>'
 
 
@@ -195,7 +203,7 @@ def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>'
 
 
-def _lines(figure: Record) -> str:
+def _lines(figure: Record, colours: dict[str, str]) -> str:
     series = figure["series"]
     x = _Axis([v for s in series for v in s["x"]], LEFT, WIDTH - RIGHT, figure["log_x"])
     heights = [v for s in series for name in ("y", "low", "high") for v in s[name] or ()]
@@ -213,7 +221,7 @@ def _lines(figure: Record) -> str:
     parts.append(_label(11, middle, figure["y"], more=f' transform="rotate(-90 11 {middle:.1f})"'))
     if reference is not None:
         parts.append(_line(LEFT, y(reference), WIDTH - RIGHT, y(reference), "null dashed"))
-    for n, s in enumerate(series):
+    for s in series:
         places = [i for i, (a, b) in enumerate(zip(s["x"], s["y"], strict=True)) if x.shows(a) and y.shows(b)]
         inner = ""
         if s["low"] and s["high"]:
@@ -227,17 +235,17 @@ def _lines(figure: Record) -> str:
         inner += "".join(
             f'<circle class="dot own" r="2.5" cx="{a:.1f}" cy="{b:.1f}"/>' for a, b in path if len(path) <= 12
         )
-        parts.append(f'<g class="s{n % 10}"><title>{_text(s["name"])}</title>{inner}</g>')
+        parts.append(f'<g class="{colours[s["name"]]}"><title>{_text(s["name"])}</title>{inner}</g>')
     keys = "".join(
-        f'<span class="s{n % 10}"><svg width="14" height="8" aria-hidden="true">'
+        f'<span class="{colours[s["name"]]}"><svg width="14" height="8" aria-hidden="true">'
         f'<rect class="key" y="2" width="14" height="4"/></svg>{_text(s["name"])}</span>'
-        for n, s in enumerate(series)
+        for s in series
     )
     legend = f'<div class="keys">{keys}</div>' if len(series) > 1 else ""
     return _svg(figure, HEIGHT, parts) + legend
 
 
-def _dots(figure: Record) -> str:
+def _dots(figure: Record, colours: dict[str, str]) -> str:
     """One row per series: a dot for each number, a bar from low to high."""
     series = figure["series"]
     widest = max((len(s["name"]) for s in series), default=0)
@@ -265,7 +273,7 @@ def _dots(figure: Record) -> str:
         inner += "".join(f'<circle class="dot own" r="4" cx="{x(v):.1f}" cy="{middle:.1f}"/>' for v in shown)
         if not shown:
             inner += _label(left + 4, middle + 4, "diverged", "start")
-        parts.append(f'<g class="s{n % 10}">{inner}</g>')
+        parts.append(f'<g class="{colours[s["name"]]}">{inner}</g>')
     return _svg(figure, height, parts)
 
 

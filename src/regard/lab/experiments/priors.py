@@ -19,7 +19,7 @@ TIMES = (1, 2, 4)
 
 
 class OffsetPrior(nn.Module):
-    """Softmax with a prior that each head learns: a weight for each distance below `length`, the last for all beyond."""
+    """Softmax with a prior that each head learns: for each distance below `length`, the last for all beyond."""
 
     def __init__(self, heads: int, length: int) -> None:
         super().__init__()

@@ -176,7 +176,7 @@ EXPERIMENT = Experiment(
     question="Does a null key, a relaxed row or a sparse plan remove attention sinks?",
     source=SOURCE,
     about="Bigram-backcopy: a Markov chain in which a head has something to do only after a trigger, known to grow "
-    "sinks on the start mark; and text. Measured is the mass on the first key of queries that have nothing to look for.",
+    "sinks on the start mark; and text. Measured is the mass on the first key where there is nothing to look for.",
     quick={
         "seeds": 1, "steps": 10, "every": 5, "warmup": 3, "rate": 3e-3, "batch": 8, "length": 16, "heads": 2,
         "width": 16, "depths": [1], "symbols": 8, "triggers": 2, "evaluate": 8,
