@@ -140,9 +140,7 @@ class Features(nn.Module):
             raise ValueError(f"key: expected {query.shape[-2]} rows, one for each query, got {list(key.shape)}")
         q, k, v, keep = self._prepare(query, key, value, key_mask, lead, False)
         if state is not None and (not isinstance(state, State) or state.total.shape[:2] != k.shape[:2]):
-            raise ValueError(
-                f"state: expected what step gave for [B, Hkv] = {list(k.shape[:2])}, got {describe(state)}"
-            )
+            raise ValueError(f"state: expected what step gave for [B, Hkv] = {list(k.shape[:2])}, got {describe(state)}")
         if state is not None and state.total.shape[-1] != v.shape[-1] + 1:
             raise ValueError(f"value: expected Dv={state.total.shape[-1] - 1}, as before, got {list(value.shape)}")
         rows, _, state = self._attend(q, k, v, keep, scale, True, 0, state)
@@ -166,9 +164,7 @@ class Features(nn.Module):
         if key_mask is not None:
             Tk = key.shape[-2]
             if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
-                raise TypeError(
-                    f"key_mask: expected a bool tensor, True where a key may be read, got {describe(key_mask)}"
-                )
+                raise TypeError(f"key_mask: expected a bool tensor, True where a key may be read, got {describe(key_mask)}")
             check_device("key_mask", key_mask, query.device)
             shape = (*lead[:-1], Tk)
             if key_mask.shape != shape and key_mask.shape != (Tk,):
@@ -229,9 +225,7 @@ class Features(nn.Module):
         for start in range(0, Tq, step):
             queries = q[..., start : start + step, :]
             if causal and before + start < Tk:
-                out, mass, state = call(
-                    self._chunk, state, queries, *keys(before + start, before + start + step), scale
-                )
+                out, mass, state = call(self._chunk, state, queries, *keys(before + start, before + start + step), scale)
             else:
                 out, mass = call(self._read, state, queries, scale)
             rows.append(out)
@@ -278,7 +272,9 @@ class Features(nn.Module):
         out, mass = self._quotient(pairs.flatten(2, 3) @ v + before, top, own, q.shape)
         return out, mass, self._joined(state, phi_k, level, v)
 
-    def _keys(self, state: State, k: Tensor, keep: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor | None]:
+    def _keys(
+        self, state: State, k: Tensor, keep: Tensor | None, scale: float | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Features and log-scales of keys; a masked one has neither."""
         phi, level = self.features(k.to(state.total.dtype), scale)
         if keep is not None:
