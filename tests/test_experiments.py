@@ -210,13 +210,12 @@ def check_recall(found: Outcomes) -> None:
 
 def test_recall_tasks_ask_what_the_context_determines():
     config, generator = load("recall").full, torch.Generator().manual_seed(0)
+    symbols, pairs = config["symbols"], config["pairs"]
     tokens, targets = recall.recall(50, config, generator)
-    for row, asked in zip(tokens.tolist(), targets.tolist(), strict=True):
-        pairs = dict(zip(row[: 2 * config["pairs"] : 2], row[1 : 2 * config["pairs"] : 2], strict=True))
-        assert len(pairs) == config["pairs"]
-        answers = {i: t for i, t in enumerate(asked) if t >= 0}
-        assert len(answers) == config["pairs"]
-        assert all(pairs[row[i]] == t == row[i + 1] for i, t in answers.items())
+    for row, asked in zip((tokens - symbols).tolist(), targets.tolist(), strict=True):
+        known = dict(divmod(pair - symbols, symbols) for pair in row[:pairs])
+        assert len(known) == pairs and asked[:pairs] == [-1] * pairs
+        assert [known[key] for key in row[pairs:]] == asked[pairs:] and set(row[pairs:]) == set(known)
     tokens, targets = recall.copying(50, config, generator)
     asked = targets >= 0
     assert (

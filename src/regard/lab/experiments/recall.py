@@ -21,23 +21,20 @@ LINEAR = ("linear (elu + 1)", "Performer", "ReLU features")
 def recall(count: int, config: Config, generator: torch.Generator) -> Batch:
     """Multi-query associative recall: pairs of a key and a value, then every key again, in another order: which value?
 
-    Tokens [count, 4 pairs]; keys and values have a vocabulary of their own, no key stands twice among the pairs.
+    Tokens [count, 2 pairs]. A pair is one token, so that one look suffices: what is tested is whether it finds the
+    place. Values are tokens 0, 1, ..., then come the keys, then the pairs; no key stands twice among the pairs.
     """
     pairs, symbols = config["pairs"], config["symbols"]
-    order = torch.rand(count, symbols, generator=generator).argsort(1)
-    keys = order[:, :pairs]
-    values = symbols + torch.randint(symbols, (count, pairs), generator=generator)
+    keys = torch.rand(count, symbols, generator=generator).argsort(1)[:, :pairs]
+    values = torch.randint(symbols, (count, pairs), generator=generator)
     again = torch.rand(count, pairs, generator=generator).argsort(1)
-    asked, answers = keys.gather(1, again), values.gather(1, again)
-    tokens = torch.cat([torch.stack([keys, values], 2).flatten(1), torch.stack([asked, answers], 2).flatten(1)], 1)
-    targets = torch.full_like(tokens, -1)
-    targets[:, 2 * pairs :: 2] = answers
-    return tokens, targets
+    tokens = torch.cat([2 * symbols + keys * symbols + values, symbols + keys.gather(1, again)], 1)
+    return tokens, torch.cat([torch.full_like(values, -1), values.gather(1, again)], 1)
 
 
 def copying(count: int, config: Config, generator: torch.Generator) -> Batch:
     """A random word, a mark, and the word again: every letter of the second time is asked for."""
-    length, symbols = 2 * config["pairs"] - 1, config["symbols"]
+    length, symbols = config["pairs"], config["symbols"]
     word = torch.randint(symbols, (count, length), generator=generator)
     mark = torch.full((count, 1), symbols)
     tokens = torch.cat([word, mark, word], 1)
@@ -75,7 +72,10 @@ def measure(cell: Cell) -> dict[str, Any]:
     sizes = {n: config[n] for n in ("layers", "heads", "width")}
     length = tested[0].shape[1]
     model = Transformer(
-        max(2 * config["symbols"], 12), length, **sizes, **attention_named(rule, {**config, "length": length})
+        config["symbols"] * (config["symbols"] + 2),
+        length,
+        **sizes,
+        **attention_named(rule, {**config, "length": length}),
     )
 
     def evaluate(model: Transformer) -> dict[str, float]:
@@ -151,11 +151,11 @@ EXPERIMENT = Experiment(
     "word, to add two numbers. Only the tokens that the context determines are asked for.",
     quick={
         "seeds": 1, "steps": 12, "every": 6, "warmup": 3, "rate": 3e-3, "batch": 16, "layers": 2, "heads": 2,
-        "width": 32, "pairs": 3, "symbols": 8, "digits": 1, "decay": 0.1, "evaluate": 64, "rules": RULES,
+        "width": 32, "pairs": 4, "symbols": 4, "digits": 1, "decay": 0.1, "evaluate": 64, "rules": RULES,
     },
     full={
-        "seeds": 3, "steps": 800, "every": 50, "warmup": 50, "rate": 3e-3, "batch": 64, "layers": 2, "heads": 2,
-        "width": 64, "pairs": 6, "symbols": 16, "digits": 3, "decay": 0.01, "evaluate": 512, "rules": RULES,
+        "seeds": 3, "steps": 1000, "every": 100, "warmup": 50, "rate": 3e-3, "batch": 32, "layers": 2, "heads": 2,
+        "width": 64, "pairs": 12, "symbols": 16, "digits": 3, "decay": 0.01, "evaluate": 512, "rules": RULES,
     },
     settings=settings,
     measure=measure,
