@@ -32,6 +32,7 @@ from regard.lab.judging import (
 )
 from regard.lab.runner import Conclusion, Experiment, Figure, Outcomes, Refused, Run, Series, Stopped, Table, configured
 from regard.lab.training import Training, text_model, train_on_text
+from regard.lab.workers import measure_all
 
 # --- verdicts ---------------------------------------------------------------------------------------------------------
 
@@ -355,3 +356,60 @@ def test_interval_in_words():
     assert str(Interval(1.0, 0.5, 1.5, 3)) == "1 [0.5, 1.5], 3 seeds" and interval([2.0]).brief() == "2.000"
     assert Interval(1.0, 0.5, 1.5, 3).brief(1) == "1.0 ± 0.5"
     assert Judged("a", "b", "c", MEASURED).to_dict()["verdict"] == MEASURED
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="PyTorch was built without gloo")
+def test_two_processes_train_as_one(tmp_path):
+    (tmp_path / "a.txt").write_text("to be or not to be, that is the question. " * 100)
+    arguments = ["-m", "regard.cli", "lab", "run", "masking", "--quick", "--text", str(tmp_path / "a.txt")]
+    arguments += ["--set", "steps=12", "--set", "every=3"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    commands = {
+        "one": [sys.executable, *arguments],
+        "two": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *arguments],
+    }
+    started = [
+        subprocess.Popen(
+            [*c, "--out", str(tmp_path / n)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        for n, c in commands.items()
+    ]
+    for process in started:
+        said, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, said.decode()
+        assert said.decode().count("not significant") == 3  # one process speaks
+    losses = []
+    for name in commands:
+        folder = tmp_path / name / "masking-quick"
+        lines = (folder / "cells" / "mask_to_zero" / "0" / "metrics.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        assert [r["step"] for r in records] == [0, 3, 6, 9, 12]
+        losses.append([[r["val"], r.get("loss", 0.0)] for r in records])
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=2e-4, atol=2e-4)
+    assert json.loads((tmp_path / "two" / "masking-quick" / "versions.json").read_text())["processes"] == 2
+
+
+def test_workers_give_the_same_cells(tmp_path):
+    experiment = load("variance")
+    config = {**experiment.quick, "steps": 4, "every": 2, "seeds": 2, "draws": 10}
+    text = Corpus("a", "to be or not to be, that is the question. " * 100)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        runs = [Run(experiment, config, text, tmp_path / name, "quick") for name in ("alone", "shared", "stopped")]
+        told = []
+        for run in runs:
+            run.open()
+        for cell in runs[0].cells():
+            runs[0].measure(*cell)
+        assert measure_all(runs[1], 2, lambda: told.append(1)) and len(told) == 2
+        for setting, seed in runs[0].cells():
+            one, two = (run.result(setting, seed) for run in runs[:2])
+            assert (one.result, one.metrics) == (two.result, two.metrics)
+        assert measure_all(runs[1], 2)  # nothing is left to do
+        assert not measure_all(runs[2], 1, stopping=lambda: True)
+    finally:
+        torch.set_num_threads(before)

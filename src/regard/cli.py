@@ -349,6 +349,7 @@ def run_experiment(
         list[str] | None, typer.Option("--set", help="Change the configuration: name=value; repeatable.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew, forgetting what an earlier run left.")] = False,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that share the cells, and the threads.")] = 1,
 ) -> None:
     """Run an experiment: every setting with every seed, then the verdicts.
 
@@ -359,7 +360,7 @@ def run_experiment(
 
     errors = Console(stderr=True)
     try:
-        finished = run_all(name, quick, text, out, changes or [], fresh, errors, Console())
+        finished = run_all(name, quick, text, out, changes or [], fresh, workers, errors, Console())
     except Refused as refusal:
         errors.print(Text.assemble(("error: ", "bold red"), str(refusal)))
         raise typer.Exit(2) from None

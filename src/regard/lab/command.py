@@ -8,16 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from . import distributed
 from .corpus import Corpus, from_file, standard_library
 from .experiments import NAMES, load
 from .judging import MEASURED, NOT_SIGNIFICANT, REFUTED
 from .runner import Refused, Run, Stopped, configured, interruptible
+from .workers import measure_all
 
 COLOURS = {MEASURED: "green", NOT_SIGNIFICANT: "dim", REFUTED: "red"}
 
@@ -29,10 +32,18 @@ def run_all(
     out: Path,
     changes: Sequence[str],
     fresh: bool,
+    workers: int,
     errors: Console,
     console: Console,
 ) -> bool:
-    """Run one experiment, or all; False if it was interrupted."""
+    """Run one experiment, or all; False if it was interrupted. Under torchrun, all processes call this."""
+    distributed.join()
+    if workers > 1 and distributed.several():
+        raise Refused("--workers: expected 1 under torchrun, whose processes share each batch")
+    if workers > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+    if distributed.rank() != 0:
+        errors, console = Console(quiet=True), Console(quiet=True)
     experiments = [load(n) for n in (NAMES if name == "all" else (name,))]
     corpus = _corpus(text, quick)
     profile = "quick" if quick else "full"
@@ -40,19 +51,25 @@ def run_all(
         config = configured(experiment, quick, _changes(changes))
         folder = out / (experiment.name + ("-quick" if quick else ""))
         run = Run(experiment, config, corpus, folder, profile, _command(experiment.name, quick, text, changes))
-        if fresh and folder.exists():
-            if not (folder / "config.json").exists():
-                raise Refused(f"{folder}: expected the folder of a run, got one without config.json; not deleted")
-            shutil.rmtree(folder)
-        run.open()
-        finished = _run(run, errors)
-        concluded = run.conclude()
+        if distributed.rank() == 0:
+            _open(run, fresh)
+        distributed.agree(None)
+        finished = _run(run, workers, errors)
+        concluded = run.conclude() if distributed.rank() == 0 else None
         if concluded is not None:
             show(concluded, console)
         if not finished:
             errors.print(Text("stopped; the same command goes on from here"))
             return False
     return True
+
+
+def _open(run: Run, fresh: bool) -> None:
+    if fresh and run.folder.exists():
+        if not (run.folder / "config.json").exists():
+            raise Refused(f"{run.folder}: expected the folder of a run, got one without config.json; not deleted")
+        shutil.rmtree(run.folder)
+    run.open()
 
 
 def _corpus(text: Path | None, quick: bool) -> Corpus:
@@ -85,16 +102,19 @@ class _Rate(ProgressColumn):
         return Text("" if task.speed is None else f"{task.speed:.1f}/s", style="progress.data.speed")
 
 
-def _run(run: Run, errors: Console) -> bool:
+def _run(run: Run, workers: int, errors: Console) -> bool:
     cells = run.cells()
     columns = TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), _Rate(), TimeRemainingColumn()
     with interruptible() as stopping, Progress(*columns, console=errors, transient=True) as bars:
         whole = bars.add_task(run.experiment.name, total=len(cells))
+        if workers > 1:
+            bars.update(whole, completed=sum(run.result(*cell) is not None for cell in cells))
+            return measure_all(run, workers, lambda: bars.advance(whole), stopping)
         step = bars.add_task("", total=None)
         for setting, seed in cells:
-            if stopping():
+            if distributed.agree(stopping()):
                 return False
-            if run.result(setting, seed) is None:
+            if distributed.agree(run.result(setting, seed) is None):
                 bars.reset(step, description=f"{setting}, seed {seed}", total=None)
                 try:
                     run.measure(

@@ -99,6 +99,7 @@ def _experiment(record: Record) -> str:
     versions = record["versions"]
     by = ", ".join(f"{name} {versions[name]}" for name in ("regard", "torch", "python"))
     by += f", {versions['processor']}, {_plural(versions['threads'], 'thread')}"
+    by += f" in each of {versions['processes']} processes" if versions["processes"] > 1 else ""
     config = ", ".join(f"{name} {_short(value)}" for name, value in record["config"].items())
     partly = "" if record["complete"] else f" Not finished: {_plural(len(record['seeds']), 'seed')} so far."
     names = dict.fromkeys(s["name"] for f in record["figures"] for s in f["series"])

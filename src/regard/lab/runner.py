@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .. import __version__
+from . import distributed
 from .corpus import Corpus
 from .judging import NOT_SIGNIFICANT, Judged
 
@@ -167,6 +168,8 @@ class Cell:
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl; what is not finite becomes null."""
+        if distributed.rank() != 0:
+            return
         with self._metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(finite(record)) + "\n")
 
@@ -177,6 +180,8 @@ class Cell:
 
     def checkpoint(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Write where the cell stands; the old checkpoint stays until the new one is complete."""
+        if distributed.rank() != 0:
+            return
         from safetensors.torch import save_file
 
         facts = {**facts, "lines": len(self.metrics())}
@@ -191,13 +196,15 @@ class Cell:
 
         path = self.folder / "checkpoint.safetensors"
         if not path.exists():
-            self._metrics.unlink(missing_ok=True)
+            if distributed.rank() == 0:
+                self._metrics.unlink(missing_ok=True)
             return None
         with safe_open(path, "pt") as file:
             facts = json.loads(file.metadata()["facts"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        lines = self._metrics.read_text("utf-8").splitlines(keepends=True) if self._metrics.exists() else []
-        self._metrics.write_text("".join(lines[: facts["lines"]]), encoding="utf-8")
+        if distributed.rank() == 0:
+            lines = self._metrics.read_text("utf-8").splitlines(keepends=True) if self._metrics.exists() else []
+            self._metrics.write_text("".join(lines[: facts["lines"]]), encoding="utf-8")
         return tensors, facts
 
 
@@ -274,9 +281,11 @@ class Run:
         cell = Cell(setting, seed, self.config, self.corpus, folder, advance, stopping)
         torch.manual_seed(seed)
         result = finite(self.experiment.measure(cell))
-        partial = folder / "result.partial"
-        partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, folder / "result.json")
+        if distributed.rank() == 0:
+            partial = folder / "result.partial"
+            partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+            os.replace(partial, folder / "result.json")
+        distributed.agree(None)
 
     def outcomes(self) -> Outcomes:
         """The seeds for which every setting is finished."""
@@ -334,6 +343,7 @@ def versions() -> dict[str, Any]:
         "python": platform.python_version(),
         "processor": machine()["cpu"],
         "threads": torch.get_num_threads(),
+        "processes": distributed.processes(),
     }
 
 

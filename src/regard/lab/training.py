@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..nn import Transformer
 from ..operator import attention
 from ..statistics import AuxRequest
+from . import distributed
 from .corpus import Corpus
 from .judging import Interval, interval
 from .runner import Cell, Config, Stopped
@@ -86,8 +87,10 @@ def train(
 
     `draw` makes a batch from a generator that depends on the seed alone: all settings see the same batches.
     `evaluate` is asked every `training.every` steps; what it says is logged with the training loss since then.
+    Several processes (`distributed`) share every batch.
     """
     optimizer = optimizer_for(model, training)
+    loss_of = distributed.loss_of(model)
     generator = torch.Generator().manual_seed(cell.seed)
     step, total, norms, seen, seconds, diverged_at = 0, 0.0, 0.0, 0, 0.0, None
     found = cell.restore()
@@ -117,27 +120,29 @@ def train(
         found = None
         if step == training.steps:
             break
-        if cell.stopping():
+        if distributed.agree(cell.stopping()):
             save()
             raise Stopped
-        if time.perf_counter() - saved > save_every:
+        if time.perf_counter() - saved > save_every:  # the first process writes, by its own clock
             save()
             saved = time.perf_counter()
-        tokens, targets = draw(generator)
+        tokens, targets = map(distributed.share, draw(generator))
         for group in optimizer.param_groups:
             group["lr"] = training.rate_at(step)
         optimizer.zero_grad()
-        loss = model.loss(tokens, targets)
+        loss = loss_of(tokens, targets)
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), training.clip)
-        if not (math.isfinite(loss.item()) and math.isfinite(norm.item())):
+        norm = nn.utils.clip_grad_norm_(model.parameters(), training.clip).item()
+        (value,) = distributed.mean(loss.item())
+        if not (math.isfinite(value) and math.isfinite(norm)):
             diverged_at = step
             cell.log({"step": step, "diverged": True})
             break
         optimizer.step()
-        step, total, norms, seen = step + 1, total + loss.item(), norms + norm.item(), seen + 1
+        step, total, norms, seen = step + 1, total + value, norms + norm, seen + 1
         cell.advance(step, training.steps)
     save()
+    distributed.agree(None)  # all is written
     return Trained(cell.metrics(), seconds + time.perf_counter() - began, diverged_at)
 
 

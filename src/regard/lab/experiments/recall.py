@@ -154,8 +154,8 @@ EXPERIMENT = Experiment(
         "width": 32, "pairs": 4, "symbols": 4, "digits": 1, "decay": 0.1, "evaluate": 64, "rules": RULES,
     },
     full={
-        "seeds": 3, "steps": 1000, "every": 100, "warmup": 50, "rate": 3e-3, "batch": 32, "layers": 2, "heads": 2,
-        "width": 64, "pairs": 12, "symbols": 16, "digits": 3, "decay": 0.01, "evaluate": 512, "rules": RULES,
+        "seeds": 3, "steps": 800, "every": 80, "warmup": 50, "rate": 3e-3, "batch": 32, "layers": 2, "heads": 2,
+        "width": 64, "pairs": 8, "symbols": 8, "digits": 3, "decay": 0.01, "evaluate": 512, "rules": RULES,
     },
     settings=settings,
     measure=measure,
