@@ -5,12 +5,12 @@ A feature map phi >= 0 gives query i and key j the weight <phi(q_i), phi(k_j)>, 
     out_i = sum_j <phi(q_i), phi(k_j)> v_j / sum_j <phi(q_i), phi(k_j)>  =  phi(q_i) S / phi(q_i) z,
     S = sum_j phi(k_j) v_j^T,  z = sum_j phi(k_j):  M numbers per column of v, however many keys.
 
-`LinearAttention` (elu + 1), `ReLUFeatures` and `Performer` differ in phi alone. Their plans have rows that sum to 1, but
-they are not optima of a transport problem, so there is no `Transport` for them; of `Performer`'s, the exact kernel
-exp(scale <q, k>) is the mean over draws (its numerator and denominator are unbiased, the quotient is so in the limit).
+`LinearAttention` (elu + 1), `ReLUFeatures` and `Performer` differ in phi alone. The rows of their plans sum to 1, but
+they are not optima of a transport problem, so there is no `Transport` for them. The mean of `Performer`'s kernel over
+draws is exp(scale <q, k>): numerator and denominator are unbiased, their quotient is in the limit of many features.
 
 Causal rows go by chunks: within a chunk the weights are computed pair by pair, all keys before it are in S and z. In
-training a chunk is computed again in backward, so that time and memory are O(T) in both directions.
+training, features that outnumber the inputs are computed again in backward; time and memory are O(T) both ways.
 
 Exponentials are kept in range without an epsilon. phi is held as features in [0, 1] times exp(log-scale), one per row.
 A query's own cancels. Keys' are taken relative to the largest one *so far*, and what was summed is rescaled when a
@@ -21,6 +21,7 @@ A row without admissible keys, or whose weights are all 0, gives 0.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,10 @@ from torch.utils.checkpoint import checkpoint
 
 from .checks import autocast, check_device, check_tensors, fold, leading_shape, number
 from .parts import describe, finite, is_integer
-from .statistics import AuxOutput, AuxRequest, requested
+from .statistics import AuxOutput, requested
+
+CHUNK = 64  # causal rows whose weights are computed pair by pair
+WORKING = 2**19  # features held at once, of all heads: what stays in the cache
 
 STATISTICS = ("lse", "first_key_mass", "mass", "key_mass")
 
@@ -60,7 +64,7 @@ class Features(nn.Module):
         raise NotImplementedError
 
     def log_constant(self) -> float:
-        """What is added to log <phi(q), phi(k)> as `features` gives it: a constant factor that the plan does not see."""
+        """The log of a constant factor of <phi(q), phi(k)> that `features` leaves out: the plan does not see it."""
         return 0.0
 
     def forward(
@@ -80,8 +84,8 @@ class Features(nn.Module):
 
         `is_causal`, `scale` and `enable_gqa` as in `regard.attention`; `alignment` "bottom_right" makes causal queries
         the last ones of the keys' sequence. `key_mask` [Tk] or [B, Tk] is True where a key may be read; others may hold
-        NaN. With `return_aux=AuxRequest(...)` the result is (output, AuxOutput); of the statistics `lse` (the log of the
-        denominator), `mass`, `first_key_mass` and `key_mass` are defined: the others need every single weight.
+        NaN. With `return_aux=AuxRequest(...)` the result is (output, AuxOutput); defined are `lse` (the log of the
+        denominator), `mass`, `first_key_mass` and `key_mass`: the others need every single weight.
         """
         query, key, value = autocast(query, key, value)
         check_tensors(query, key, value)
@@ -98,25 +102,23 @@ class Features(nn.Module):
             raise ValueError(f"alignment: expected no more queries than keys, got Tq={Tq}, Tk={Tk}")
         if "first_key_mass" in names:  # one more column of values: 1 for the first key
             v = torch.cat([v, (torch.arange(Tk, device=v.device) == 0).to(v)[:, None].expand(*v.shape[:3], 1)], -1)
-        if "key_mass" in names:  # one more, whose gradient is the sum of the weights that it gets
+        key_mass = None
+        if "key_mass" in names:  # another column's gradient is the sum of the weights that it gets
             tap = torch.zeros(*v.shape[:3], 1, dtype=v.dtype, device=v.device, requires_grad=True)
             with torch.enable_grad():
                 rows, _, _ = self._attend(q.detach(), k.detach(), tap, keep, scale, is_causal, offset)
                 (key_mass,) = torch.autograd.grad(rows.sum(), tap)
         rows, log_mass, _ = self._attend(q, k, v, keep, scale, is_causal, offset)
-        H = lead[-1]
-        rows, log_mass = rows.reshape(-1, H, Tq, rows.shape[-1]), log_mass.reshape(-1, H, Tq)
-        out = rows[..., :Dv].to(query.dtype).reshape(*lead, Tq, Dv)
-        out = _squeezed(out, query, key, value)
+        rows, log_mass = rows.reshape(*lead, Tq, rows.shape[-1]), log_mass.reshape(*lead, Tq)
+        out = _squeezed(rows[..., :Dv].to(query.dtype), query, key, value)
         if return_aux is None:
             return out
         found = {"lse": log_mass + self.log_constant(), "mass": (log_mass > -math.inf).to(log_mass.dtype)}
         if "first_key_mass" in names:
             found["first_key_mass"] = rows[..., Dv].detach()
-        if "key_mass" in names:
-            found["key_mass"] = key_mass.reshape(-1, H, Tk)  # pyright: ignore[reportPossiblyUnbound]
-        shaped = {name: _squeezed(found[name].reshape(*lead, -1), query, key, value) for name in names}
-        return out, AuxOutput(**shaped)
+        if key_mass is not None:
+            found["key_mass"] = key_mass.reshape(*lead, Tk)
+        return out, AuxOutput(**{name: _squeezed(found[name], query, key, value) for name in names})
 
     def step(
         self,
@@ -140,7 +142,9 @@ class Features(nn.Module):
             raise ValueError(f"key: expected {query.shape[-2]} rows, one for each query, got {list(key.shape)}")
         q, k, v, keep = self._prepare(query, key, value, key_mask, lead, False)
         if state is not None and (not isinstance(state, State) or state.total.shape[:2] != k.shape[:2]):
-            raise ValueError(f"state: expected what step gave for [B, Hkv] = {list(k.shape[:2])}, got {describe(state)}")
+            raise ValueError(
+                f"state: expected what step gave for [B, Hkv] = {list(k.shape[:2])}, got {describe(state)}"
+            )
         if state is not None and state.total.shape[-1] != v.shape[-1] + 1:
             raise ValueError(f"value: expected Dv={state.total.shape[-1] - 1}, as before, got {list(value.shape)}")
         rows, _, state = self._attend(q, k, v, keep, scale, True, 0, state)
@@ -164,7 +168,9 @@ class Features(nn.Module):
         if key_mask is not None:
             Tk = key.shape[-2]
             if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
-                raise TypeError(f"key_mask: expected a bool tensor, True where a key may be read, got {describe(key_mask)}")
+                raise TypeError(
+                    f"key_mask: expected a bool tensor, True where a key may be read, got {describe(key_mask)}"
+                )
             check_device("key_mask", key_mask, query.device)
             shape = (*lead[:-1], Tk)
             if key_mask.shape != shape and key_mask.shape != (Tk,):
@@ -182,7 +188,7 @@ class Features(nn.Module):
         scale: float | None,
         causal: bool,
         offset: int,
-        state: State | None = None,
+        past: State | None = None,
     ) -> tuple[Tensor, Tensor, State]:
         """Rows [B, Hkv, G, Tq, Dv], log of their mass [B, Hkv, G, Tq] and the state after the last key, in the compute
         dtype. Causal query i sees the state and the keys up to i + offset."""
@@ -191,41 +197,44 @@ class Features(nn.Module):
             if scale < 0:  # exp(-|s| qk) is the kernel of -q
                 q, scale = -q, -scale
         B, Hkv, G, Tq, _ = q.shape
+        if causal and v.shape[2] > offset + Tq:  # keys that nobody sees
+            k, v = k[:, :, : offset + Tq], v[:, :, : offset + Tq]
+            keep = None if keep is None else keep[:, :, : offset + Tq]
         Tk, Dv = v.shape[2:]
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        heads = max(1, B * Hkv * G)
-        size = self.chunk or max(64, min(256, 512 // heads))
-        if state is None:
-            M = self.features(k[..., :0, :].to(dtype), scale)[0].shape[-1]
-            total = torch.zeros(B, Hkv, M, Dv + 1, dtype=dtype, device=q.device)
-            state = State(total, torch.full((B, Hkv, 1, 1), -math.inf, dtype=dtype, device=q.device))
-        # A chunk that is computed again needs the state before it only.
+        M = self.features(k[..., :0, :].to(dtype), scale)[0].shape[-1]
+        size = self.chunk or CHUNK
+        many = size * max(1, WORKING // (max(1, B * Hkv * G) * M * size))  # rows at once
+        total = torch.zeros(B, Hkv, M, Dv + 1, dtype=dtype, device=q.device)
+        state: State = past or State(total, torch.full((B, Hkv, 1, 1), -math.inf, dtype=dtype, device=q.device))
+        # Features that are more than the inputs are computed again in backward, from the state before their chunks.
         again = (
-            torch.is_grad_enabled()
+            q.shape[-1] < M
+            and torch.is_grad_enabled()
             and any(t.requires_grad for t in (q, k, v, *state))
-            and max(Tq, Tk) > size
+            and max(Tq, Tk) > many
             and not torch.compiler.is_compiling()
             and not torch._C._are_functorch_transforms_active()
         )
 
-        def call(chunk: Any, *args: Any) -> Any:
+        def call(chunk: Callable[..., Any], *args: Any) -> Any:
             if again:
                 return checkpoint(chunk, *args, use_reentrant=False, preserve_rng_state=False)
             return chunk(*args)
 
-        def keys(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor | None]:
-            rows = slice(start, stop)
-            return k[:, :, rows], v[:, :, rows], None if keep is None else keep[:, :, rows]
-
-        rows, masses = [], []
+        # Cut with split: the gradient of many slices would be as many tensors of full length, T^2 numbers to add.
         before = offset if causal else Tk  # keys that every query sees
-        for start in range(0, before, 4 * size):
-            state = call(self._absorb, state, *keys(start, min(before, start + 4 * size)), scale)
-        step = size if causal else 4 * size
-        for start in range(0, Tq, step):
-            queries = q[..., start : start + step, :]
-            if causal and before + start < Tk:
-                out, mass, state = call(self._chunk, state, queries, *keys(before + start, before + start + step), scale)
+        first, own = _cut(before, many), _cut(Tk - before, many, size)
+        ks, vs = k.split(first + own, 2), v.split(first + own, 2)
+        kept = [None] * len(ks) if keep is None else keep.split(first + own, 2)
+        for n in range(len(first)):
+            state = call(self._absorb, state, ks[n], vs[n], kept[n], scale)
+        own += _cut(Tq - (Tk - before), many) if causal else _cut(Tq, many)  # queries that see all keys
+        rows: list[Tensor] = []
+        masses: list[Tensor] = []
+        for n, queries in enumerate(q.split(own, 3), len(first)):
+            if n < len(ks):
+                out, mass, state = call(self._chunks, state, queries, ks[n], vs[n], kept[n], scale, size)
             else:
                 out, mass = call(self._read, state, queries, scale)
             rows.append(out)
@@ -239,7 +248,11 @@ class Features(nn.Module):
     def _absorb(self, state: State, k: Tensor, v: Tensor, keep: Tensor | None, scale: float | None) -> State:
         """The state with these keys in it."""
         phi, level = self._keys(state, k, keep, scale)
-        return self._joined(state, phi, level, _with_ones(v, state))
+        v = _with_ones(v, state)
+        if level is None:
+            return State(state.total + phi.mT @ v, torch.zeros_like(state.shift))
+        highest = level.amax(2, keepdim=True)
+        return _joined(state, State(phi.mT @ (v * (level - _finite(highest)).exp()), highest))
 
     def _read(self, state: State, q: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
         """Rows of queries that see just what is in the state."""
@@ -247,34 +260,60 @@ class Features(nn.Module):
         sums = phi @ state.total
         return self._quotient(sums, state.shift, own, q.shape)
 
-    def _chunk(
-        self, state: State, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float | None
+    def _chunks(
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float | None, size: int
     ) -> tuple[Tensor, Tensor, State]:
-        """Rows of queries that see the state and, causally, these keys; and the state with them."""
+        """Rows of queries that see the state and, causally, these keys; and the state with them.
+
+        Chunks of `size` rows go together, R at a time, as far as they are whole.
+        """
         G, rows = q.shape[2:4]
+        size = size if k.shape[2] == rows and rows % size == 0 else rows
+        R = rows // size
         phi_q, own = self.features(q.flatten(2, 3).to(state.total.dtype), scale)
         phi_k, level = self._keys(state, k, keep, scale)
-        v = _with_ones(v, state)
-        pairs = (phi_q @ phi_k.mT).unflatten(2, (G, rows))
-        before = phi_q @ state.total
-        top = state.shift
+        phi_q = phi_q.unflatten(2, (G, R, size)).transpose(2, 3).flatten(3, 4)  # [B, Hkv, R, G * size, M]
+        phi_k = phi_k.unflatten(2, (R, -1))  # [B, Hkv, R, size, M]
+        v = _with_ones(v, state).unflatten(2, (R, -1))
+        pairs = phi_q @ phi_k.mT
         if level is None:
-            pairs = pairs.tril()
-        else:  # relative to the largest key that the row sees
-            top = torch.cummax(level, 2).values.maximum(state.shift)
-            if top.shape[2] < rows:
-                top = torch.cat([top, top[:, :, -1:].expand(-1, -1, rows - top.shape[2], -1)], 2)
-            seen = torch.ones(rows, level.shape[2], dtype=torch.bool, device=q.device).tril()
+            state, before = self._scan(state, phi_k.mT @ v, None)
+            pairs = pairs.unflatten(3, (G, size)).tril().flatten(3, 4)
+            sums, top = pairs @ v + phi_q @ before.total, before.shift
+        else:
+            level = level.unflatten(2, (R, -1))
+            highest = level.amax(3, keepdim=True)
+            state, before = self._scan(state, phi_k.mT @ (v * (level - _finite(highest)).exp()), highest)
+            # relative to the largest key that the row sees
+            top = torch.cummax(level, 3).values.maximum(before.shift)
+            if top.shape[3] < size:
+                top = torch.cat([top, top[:, :, :, -1:].expand(-1, -1, -1, size - top.shape[3], -1)], 3)
+            seen = torch.ones(size, level.shape[3], dtype=torch.bool, device=q.device).tril()
             ratio = torch.where(seen, level.mT - _finite(top), -math.inf).exp()
-            pairs = pairs * ratio[:, :, None]
-            before = before.unflatten(2, (G, rows)) * (state.shift - _finite(top)).exp()[:, :, None]
-            before, top = before.flatten(2, 3), top.repeat(1, 1, G, 1)
-        out, mass = self._quotient(pairs.flatten(2, 3) @ v + before, top, own, q.shape)
-        return out, mass, self._joined(state, phi_k, level, v)
+            carried = (before.shift - _finite(top)).exp()
+            if G > 1:
+                ratio, carried, top = (t.repeat(1, 1, 1, G, 1) for t in (ratio, carried, top))
+            sums = (pairs * ratio) @ v + (phi_q @ before.total) * carried
+        sums, top = (_in_order(t, G) for t in (sums, top.expand(*sums.shape[:-1], 1)))
+        out, mass = self._quotient(sums, top, own, q.shape)
+        return out, mass, state
 
-    def _keys(
-        self, state: State, k: Tensor, keep: Tensor | None, scale: float | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def _scan(self, state: State, sums: Tensor, highest: Tensor | None) -> tuple[State, State]:
+        """The state after chunks with these sums [B, Hkv, R, M, Dv + 1], relative to their highest log-scales
+        [B, Hkv, R, 1, 1]; and the states before each."""
+        totals, shifts = [], []
+        for n, chunk in enumerate(sums.unbind(2)):
+            totals.append(state.total)
+            shifts.append(state.shift)
+            if highest is None:
+                state = State(state.total + chunk, torch.zeros_like(state.shift))
+            else:
+                state = _joined(state, State(chunk, highest[:, :, n]))
+        if len(totals) == 1:
+            return state, State(totals[0].unsqueeze(2), shifts[0].unsqueeze(2))
+        return state, State(torch.stack(totals, 2), torch.stack(shifts, 2))
+
+    def _keys(self, state: State, k: Tensor, keep: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor | None]:
         """Features and log-scales of keys; a masked one has neither."""
         phi, level = self.features(k.to(state.total.dtype), scale)
         if keep is not None:
@@ -282,22 +321,33 @@ class Features(nn.Module):
             level = None if level is None else torch.where(keep, level, -math.inf)
         return phi, level
 
-    def _joined(self, state: State, phi: Tensor, level: Tensor | None, v: Tensor) -> State:
-        if level is None:
-            return State(state.total + phi.mT @ v, torch.zeros_like(state.shift))
-        shift = level.amax(2, keepdim=True).maximum(state.shift)
-        total = state.total * (state.shift - _finite(shift)).exp() + phi.mT @ (v * (level - _finite(shift)).exp())
-        return State(total, shift)
-
     def _quotient(self, sums: Tensor, shift: Tensor, own: Tensor | None, shape: torch.Size) -> tuple[Tensor, Tensor]:
         """Values by mass [B, Hkv, G, Tq, Dv], and the mass's log; 0 and -inf where there is none."""
         mass = sums[..., -1:]
         good = mass >= torch.finfo(mass.dtype).tiny
-        mass = torch.where(good, mass, 1.0)
-        out = torch.where(good, sums[..., :-1] / mass, 0.0)
-        log = mass.log() + _finite(shift)
+        out = sums[..., :-1] / torch.where(good, mass, math.inf)
+        log = torch.where(good, mass, 1.0).log() + _finite(shift)
         log = torch.where(good, log if own is None else log + own, -math.inf)
         return out.unflatten(2, shape[2:4]), log.squeeze(-1).unflatten(2, shape[2:4])
+
+
+def _cut(length: int, many: int, size: int = 1) -> list[int]:
+    """Lengths of the pieces: `many`, what is left in whole chunks of `size`, and the rest."""
+    pieces = [many] * (length // many)
+    left = length % many
+    return [*pieces, *(n for n in (left - left % size, left % size) if n > 0)] if length > 0 else []
+
+
+def _joined(one: State, other: State) -> State:
+    """The keys of both."""
+    shift = one.shift.maximum(other.shift)
+    scale = (one.shift - _finite(shift)).exp(), (other.shift - _finite(shift)).exp()
+    return State(one.total * scale[0] + other.total * scale[1], shift)
+
+
+def _in_order(t: Tensor, G: int) -> Tensor:
+    """[B, Hkv, R, G * size, x] -> [B, Hkv, G * R * size, x]"""
+    return t.unflatten(3, (G, -1)).transpose(2, 3).flatten(2, 4)
 
 
 def _with_ones(v: Tensor, state: State) -> Tensor:
@@ -330,14 +380,39 @@ def _checked(return_aux: object) -> tuple[str, ...]:
 # --- the maps ---------------------------------------------------------------------------------------------------------
 
 
+class _EluPlusOne(torch.autograd.Function):
+    """x + 1 or exp(x); elu(x) + 1 in so many words has no digits left where x is very negative. The slope is
+    min(phi, 1): one pass, where PyTorch's own derivatives of the parts take eight."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return torch.maximum(x + 1, x.clamp(max=0).exp())  # exp(x) >= x + 1
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * ctx.saved_tensors[0].clamp(max=1)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:  # type: ignore[override]
+        return tangent * ctx.saved_tensors[0].clamp(max=1)
+
+
 class LinearAttention(Features):
     """phi(x) = elu(x) + 1: the linear transformer (Katharopoulos et al. 2020). `scale` is 1 unless given."""
 
     def features(self, x: Tensor, scale: float | None) -> tuple[Tensor, Tensor | None]:
         if scale is not None:
             x = x * math.sqrt(scale)
-        # elu(x) + 1 in so many words has no digits left where x is very negative.
-        return torch.where(x > 0, x + 1, x.clamp(max=0).exp()), None
+        if torch.compiler.is_compiling():  # which takes no function with a jvp, and fuses the passes by itself
+            return torch.where(x > 0, x + 1, x.clamp(max=0).exp()), None
+        return _EluPlusOne.apply(x), None
 
 
 def directions(
@@ -463,7 +538,7 @@ class Performer(_Random):
         super().__init__(dim, num_features, orthogonal, redraw_interval, generator, chunk)
 
     def features(self, x: Tensor, scale: float | None) -> tuple[Tensor, Tensor | None]:
-        scale = x.shape[-1] ** -0.5 if scale is None else scale
+        scale = 1 / math.sqrt(x.shape[-1]) if scale is None else scale
         logits = self.project(x, scale)
         half_square = x.square().sum(-1, keepdim=True) * (scale / 2)
         level = (logits.detach().amax(-1, keepdim=True) - half_square).detach()

@@ -28,6 +28,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("regard.hf needs transformers: pip install 'regard[hf]'") from error
 
+from .features import Features
 from .operator import attention
 from .parts import describe
 from .problem import Causal, Documents, Prior, Rows, Transport, Window
@@ -50,13 +51,15 @@ HARMLESS = frozenset(
     )
 )
 
-_problems: dict[str, Transport | None] = {}  # what `register` put into transformers
+_problems: dict[str, Transport | Features | None] = {}  # what `register` put into transformers
 
 
-def register(name: str = "regard", problem: Transport | None = None) -> str:
+def register(name: str = "regard", problem: Transport | Features | None = None) -> str:
     """Make `attn_implementation=name` solve this problem (None: softmax, as the stock implementations); gives the name.
 
     What a model says of its attention (masks, windows, sinks, softcap, position biases) multiplies into the problem.
+    A module of `regard.features` takes causal and bidirectional models with padding, and refuses the rest; with a cache
+    each new token goes over all keys again (`step`, which would not, has no place in transformers' caches).
     """
     if not isinstance(name, str):
         raise TypeError(f"name: expected a str, got {describe(name)}")
@@ -67,14 +70,14 @@ def register(name: str = "regard", problem: Transport | None = None) -> str:
             )
     if name == "eager" or not name or (name in ALL_ATTENTION_FUNCTIONS and name not in _problems):
         raise ValueError(f"name: expected one that transformers does not use itself, got {name!r}")
-    if problem is not None and not isinstance(problem, Transport):
-        raise TypeError(f"problem: expected a Transport or None, got {describe(problem)}")
+    if problem is not None and not isinstance(problem, Transport | Features):
+        raise TypeError(f"problem: expected a Transport, a module of regard.features or None, got {describe(problem)}")
     _problems[name] = problem
     install(name, functools.partial(_attend, problem))
     return name
 
 
-def problem_of(name: str | None) -> Transport | None:
+def problem_of(name: str | None) -> Transport | Features | None:
     """The problem behind an implementation's name; every stock implementation is softmax."""
     if name is None or name in _problems:
         return None if name is None else _problems[name]
@@ -97,7 +100,7 @@ def remove(name: str) -> None:
 
 
 def _attend(
-    problem: Transport | None,
+    problem: Transport | Features | None,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -105,8 +108,11 @@ def _attend(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    call = as_call(problem, module, query, key, value, attention_mask, **kwargs)
-    return attention(**call).transpose(1, 2).contiguous(), None  # [B, Tq, H, Dv]
+    if isinstance(problem, Features):
+        out = problem(**as_features_call(as_call(None, module, query, key, value, attention_mask, **kwargs)))
+    else:
+        out = attention(**as_call(problem, module, query, key, value, attention_mask, **kwargs))
+    return out.transpose(1, 2).contiguous(), None  # [B, Tq, H, Dv]
 
 
 def as_call(
@@ -181,6 +187,39 @@ def as_call(
         "problem": _with(problem, factors, s_aux),
         "softcap": softcap,
     }
+
+
+def as_features_call(call: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `regard.attention` as those of a module of `regard.features`, if it has them."""
+    problem, mask, keep = call["problem"] or Transport(), call["attn_mask"], None
+    causal: dict[str, Any] = {}
+    for name, given in (("dropout", call["dropout_p"] or None), ("softcap", call["softcap"])):
+        if given is not None:
+            raise ValueError(f"{name}: expected none for attention by features, got {given!r}")
+    if problem.marginal != Rows():
+        raise ValueError("s_aux: expected a model without sinks for attention by features, got one with")
+    if mask is not None:
+        one = mask.dtype == torch.bool and mask.shape[1] == 1 and mask.shape[2] == 1  # a lone query sees some keys
+        if not one:
+            raise ValueError(
+                "attention_mask: expected a causal or bidirectional model, padded or not, for attention by features, "
+                f"got a mask {describe(mask)}"
+            )
+        keep = mask[:, 0, 0]
+    for factor in () if problem.prior is None else problem.prior.factors():
+        if isinstance(factor, Causal):
+            causal = {"is_causal": True, "alignment": factor.alignment or "top_left"}
+        elif isinstance(factor, Documents) and factor.key_ids is not None and not bool(factor.query_ids.any()):
+            keep = factor.key_ids >= 0  # padding: everybody sees the same keys
+        else:
+            raise ValueError(
+                "attention_mask: expected a causal or bidirectional model, padded or not, for attention by features, "
+                f"got {factor!r}"
+            )
+    batch = call["key"].shape[0]
+    if keep is not None and keep.dim() == 2 and keep.shape[0] != batch:
+        keep = keep.expand(batch, -1)
+    return {name: call[name] for name in ("query", "key", "value", "scale", "enable_gqa")} | {"key_mask": keep} | causal
 
 
 def forbidding(mask: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..features import STATISTICS as FEATURES_STATISTICS
+from ..features import Features
 from ..form import lower
 from ..operator import attention
 from ..parts import describe
@@ -68,6 +70,8 @@ def inspect(
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         raise ValueError(f"batch_size: expected a positive int or None, got {describe(batch_size)}")
     recorder = _Recorder(model, statistics, patterns)
+    if views:
+        recorder._need_plans("views")
     if run is not None and Path(run).exists():
         recorder.resume(Inspection.load(run), run)
     result = recorder.inspection
@@ -193,6 +197,8 @@ class _Recorder:
         self.indices = {id(module): n for module, n in zip(modules.values(), numbers, strict=True)}
         self.configs = _configs(model)
         self.problems = {name: hf.problem_of(name) for name in {c._attn_implementation_internal for c in self.configs}}
+        if patterns:
+            self._need_plans("patterns")
         self.inspection = Inspection(self._statistics(statistics), self._about(), patterns=patterns)
         self.views: Views | None = None
         self.found: dict[int, Layer] = {}
@@ -203,6 +209,9 @@ class _Recorder:
         if wanted is None:
             common = set(NAMES) - {"key_mass"}
             for problem in self.problems.values():
+                if isinstance(problem, Features):
+                    common &= set(FEATURES_STATISTICS)
+                    continue
                 request = AuxRequest.all(problem)
                 common &= {name for name in NAMES if getattr(request, name)}
             return tuple(name for name in NAMES if name in common)
@@ -211,6 +220,13 @@ class _Recorder:
             if name not in NAMES:
                 raise ValueError(f"statistics: expected names among {', '.join(NAMES)}, got {describe(name)}")
         return tuple(name for name in NAMES if name in wanted)
+
+    def _need_plans(self, name: str) -> None:
+        for problem in self.problems.values():
+            if isinstance(problem, Features):
+                raise ValueError(
+                    f"{name}: expected False for attention by features ({problem!r}), which has no plan to look into"
+                )
 
     def _about(self) -> dict[str, Any]:
         import transformers
@@ -303,13 +319,18 @@ class _Recorder:
     def _after_forward(self, *_: Any) -> None:
         self.arguments = {}
 
-    def _attention_function(self, problem: Transport | None) -> Callable[..., tuple[Tensor, None]]:
+    def _attention_function(self, problem: Transport | Features | None) -> Callable[..., tuple[Tensor, None]]:
         @torch.compiler.disable
         def function(
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any
         ) -> tuple[Tensor, None]:
-            call = self.hf.as_call(problem, module, query, key, value, attention_mask, **kwargs)
-            out = self._attend(module, call, kwargs.get("position_ids"))
+            features = problem if isinstance(problem, Features) else None
+            transport = None if isinstance(problem, Features) else problem
+            call = self.hf.as_call(transport, module, query, key, value, attention_mask, **kwargs)
+            if features is not None:
+                out = self._attend_by_features(features, module, call, kwargs.get("position_ids"))
+            else:
+                out = self._attend(module, call, kwargs.get("position_ids"))
             return out.transpose(1, 2).contiguous(), None
 
         return function  # type: ignore[return-value]
@@ -368,6 +389,39 @@ class _Recorder:
                     mass = attention(**call, return_aux=AuxRequest(key_mass=True))[1].key_mass
                 assert mass is not None and by_key is not None
                 layer.add_keys(mass, by_key, position_bins(key_positions))
+        return out
+
+    def _attend_by_features(
+        self, features: Features, module: nn.Module, call: dict[str, Any], position_ids: object
+    ) -> Tensor:
+        """As `_attend`, with the statistics that attention by features has."""
+        statistics = self.inspection.statistics
+        B, H, Tq, _ = call["query"].shape
+        Tk = call["key"].shape[2]
+        real, positions, key_positions, first = self._positions(module, B, Tq, Tk, position_ids)
+        if real is not None and "key_mass" in statistics:
+            raise ValueError("statistics: expected no key_mass for padded batches of attention by features")
+        request = AuxRequest(**dict.fromkeys((*statistics, "mass"), True))
+        out, aux = features(**self.hf.as_features_call(call), return_aux=request)
+        if torch._C._current_graph_task_id() != -1:
+            return out
+        with torch.no_grad():
+            by_query, by_key = _admissible(call, real)
+            values = {name: getattr(aux, name) for name in statistics if name != "key_mass"}
+            if "first_key_mass" in statistics:  # a sequence that does not begin at key 0 has none
+                begins = torch.zeros(1, 1, dtype=torch.long) if first is None else first
+                seen = ((begins == 0) & (positions < Tk))[:, None].to(out.device)
+                values["first_key_mass"] = torch.where(seen, values["first_key_mass"], torch.nan)
+            values |= {
+                "output_norm": out.float().norm(dim=-1),
+                "log_keys": by_query.clamp(min=1).log().expand(B, H, Tq),
+                "normalized_entropy": torch.full_like(aux.mass, torch.nan),
+            }
+            valid = aux.mass > 0 if real is None else (aux.mass > 0) & real[:, None]
+            layer = self._layer(module, H)
+            layer.add(values, valid, position_bins(positions))
+            if "key_mass" in statistics:
+                layer.add_keys(aux.key_mass, by_key, position_bins(key_positions))
         return out
 
     def _patterns(

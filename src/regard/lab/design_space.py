@@ -1,0 +1,228 @@
+"""The design space: regulariser x marginal x prior x kernel, each cell with its name in the literature, and run.
+
+A cell is the expression that makes it; what the table says of its parts is read off the object. The tests run every
+cell and certify its plan. `python -m regard.lab.design_space` writes
+docs/design-space.md. To add a cell is to add a line.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import regard
+from regard import features
+from regard.problem import Budget, Marginal, Rows, Transport
+
+H, T, D = 4, 6, 8
+UNNAMED = "no name known to us"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An attention: a `Transport`, or a module of `regard.features` (with `is_causal` or without)."""
+
+    expression: str
+    names: str
+    reference: str
+    is_causal: bool = False
+
+    @property
+    def made(self) -> Transport | features.Features:
+        torch.manual_seed(0)  # a module draws its directions
+        return eval(self.expression, _names())
+
+
+CELLS = [
+    # --- KL: softmax and its kin
+    Cell("Transport()", "softmax attention; one-sided entropic optimal transport", "Vaswani et al. 2017; Litman 2025"),
+    Cell("Transport(prior=Causal())", "causal (decoder) attention", "Vaswani et al. 2017"),
+    Cell("Transport(prior=Window(2, 2))", "local, sliding-window attention", "Beltagy et al. 2020"),
+    Cell("Transport(prior=Causal() * Window(2))", "causal sliding window", "Jiang et al. 2023 (Mistral)"),
+    Cell("Transport(prior=Causal() * ALiBi(slopes))", "ALiBi", "Press et al. 2022"),
+    Cell("Transport(prior=Bias(log_prior))", "relative position bias", "Raffel et al. 2020 (T5)"),
+    Cell("Transport(prior=Documents(ids))", "packing without cross-contamination", "Krell et al. 2021"),
+    Cell("Transport(temperature=tau)", "softmax with a temperature per head", "Henry et al. 2020"),
+    Cell("Transport(temperature=0.0)", "average-hard (saturated) attention", "Merrill et al. 2022"),
+    Cell(
+        "Transport(temperature=MatchEntropy(1.0))",
+        "each row at one perplexity, as t-SNE's neighbours",
+        "van der Maaten and Hinton 2008",
+    ),
+    Cell("Transport(temperature=MatchKL(0.3))", "relative-entropy constraint, as in REPS", "Peters et al. 2010"),
+    Cell("Transport(marginal=Rows(sink=0.0))", "softmax-1, “off by one”", "Miller 2023"),
+    Cell("Transport(marginal=Rows(sink=b))", "learned attention sinks", "OpenAI 2025 (gpt-oss)"),
+    Cell("Transport(prior=Causal(), marginal=Rows(sink=b))", "causal with learned sinks", "OpenAI 2025 (gpt-oss)"),
+    Cell("Transport(marginal=Rows(relax=0.5))", "unbalanced optimal transport, rows relaxed", "Chizat et al. 2018"),
+    Cell("Transport(marginal=Rows(mass=2.0))", "softmax of mass 2", UNNAMED),
+    Cell("Transport(marginal=Free(offset=-math.log(n)))", "the exponential kernel, not normalised", "Tsai et al. 2019"),
+    # --- Tsallis: sparse plans
+    Cell("Transport(Tsallis(1.5))", "1.5-entmax", "Peters et al. 2019"),
+    Cell("Transport(Tsallis(2.0))", "sparsemax", "Martins and Astudillo 2016"),
+    Cell("Transport(Tsallis(alpha))", "adaptively sparse: alpha-entmax, an alpha per head", "Correia et al. 2019"),
+    Cell("Transport(Tsallis(1.5), prior=Causal())", "causal entmax", "Correia et al. 2019"),
+    Cell("Transport(Tsallis(1.5), prior=Causal() * ALiBi(slopes))", "entmax under ALiBi as a prior", UNNAMED),
+    Cell("Transport(Tsallis(2.0), marginal=Rows(sink=b))", "sparsemax with a sink", UNNAMED),
+    Cell("Transport(Tsallis(2.0), marginal=Free())", "ReLU attention, rectified linear attention", "Zhang et al. 2021"),
+    Cell("Transport(Tsallis(1.5), marginal=Free())", "squared-ReLU attention", "Hua et al. 2022"),
+    # --- Fermi-Dirac: weights between 0 and 1
+    Cell("Transport(FermiDirac(), marginal=Free(offset=-math.log(n)))", "sigmoid attention", "Ramapuram et al. 2024"),
+    Cell(
+        "Transport(FermiDirac(), prior=Causal(), marginal=Free(offset=-math.log(n)))",
+        "causal sigmoid attention",
+        "Ramapuram et al. 2024",
+    ),
+    Cell(
+        "Transport(FermiDirac(), marginal=Rows(mass=2.0))",
+        "soft top-m; the limited multi-label projection",
+        "Amos et al. 2019",
+    ),
+    Cell("Transport(FermiDirac())", "the limited multi-label projection to one label", "Amos et al. 2019"),
+    # --- a divergence of your own
+    Cell("Transport(chi2)", "Pearson's chi-squared: quadratic regularisation", "Blondel et al. 2018"),
+    # --- both marginals: plans with RowsAndColumns go here, a line each
+    # --- kernels of low rank: not optima, but rows that sum to 1, in O(T)
+    Cell("LinearAttention()", "linear transformer, elu + 1", "Katharopoulos et al. 2020"),
+    Cell("LinearAttention()", "linear transformer as an RNN", "Katharopoulos et al. 2020", is_causal=True),
+    Cell("ReLUFeatures()", "ReLU linear attention", "Cai et al. 2023 (EfficientViT)"),
+    Cell("ReLUFeatures(D, 32)", "Performer-ReLU; arc-cosine kernel", "Choromanski et al. 2021; Cho and Saul 2009"),
+    Cell("Performer(D, 32)", "Performer, FAVOR+", "Choromanski et al. 2021"),
+    Cell("Performer(D, 32)", "causal Performer", "Choromanski et al. 2021", is_causal=True),
+    Cell("Performer(D, 32, orthogonal=False)", "positive random features, independent", "Choromanski et al. 2021"),
+]
+
+# The plane of regularisers and marginals, without a prior, at temperature 1: all of it, named or not.
+REGULARIZERS = ("KL()", "Tsallis(1.5)", "Tsallis(2.0)", "FermiDirac()")
+MARGINALS = ("Rows()", "Rows(sink=b)", "Rows(mass=2.0)", "Rows(relax=0.5)", "Free(offset=-math.log(n))")
+
+
+@cache
+def _names() -> dict[str, Any]:
+    """What expressions may name; a tensor is one object, so that equal problems are equal."""
+    own = {
+        "n": T,
+        "D": D,
+        "ids": torch.tensor([0, 0, 0, 1, 1, -1]),
+        "slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625]),
+        "b": torch.tensor([0.5, -0.5, 1.0, 0.0]),
+        "tau": torch.tensor([0.5, 1.0, 2.0, 4.0])[:, None, None],
+        "alpha": torch.tensor([1.2, 1.5, 1.8, 2.0]),
+        "log_prior": torch.linspace(-1, 1, T),
+        "chi2": regard.FDivergence(f=_chi2, link=_chi2_link, slope=torch.ones_like, lower=-1.0),
+        "math": math,
+    }
+    return {name: getattr(regard, name) for name in regard.__all__} | vars(features) | own
+
+
+def _chi2(x: torch.Tensor) -> torch.Tensor:
+    return (x - 1) ** 2 / 2
+
+
+def _chi2_link(t: torch.Tensor) -> torch.Tensor:
+    return t + 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came out of a cell: its output, and the worst residual of its plan's certificate (None: not a problem)."""
+
+    out: torch.Tensor
+    residual: float | None
+
+
+def run(made: Transport | features.Features, is_causal: bool = False) -> Run:
+    """A small input through the cell, and its certificate."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, H, T, D, generator=generator, dtype=torch.float64) for _ in range(3))
+    if isinstance(made, features.Features):
+        return Run(made(q, k, v, is_causal), None)
+    out = regard.attention(q, k, v, problem=made)
+    plan = regard.solve(q @ k.mT / math.sqrt(D), made)
+    return Run(out, max(plan.certificate().worst().values()))
+
+
+def kind(marginal: Marginal | None) -> str:
+    """The column of the plane that a marginal belongs to."""
+    if not isinstance(marginal, Rows):
+        return type(marginal).__name__
+    parts = {"mass": marginal.mass != 1, "sink": marginal.sink is not None, "relax": marginal.relax is not None}
+    return "Rows" + "".join(f"({name})" for name, there in parts.items() if there)
+
+
+def name_in_plane(regularizer: str, marginal: str) -> str:
+    """What the cell of the plane is called: the names of the first of CELLS that it is, parameters aside."""
+    wanted = eval(f"Transport({regularizer}, marginal={marginal})", _names())
+    for cell in CELLS:
+        made = cell.made
+        if not isinstance(made, Transport) or made.prior is not None or isinstance(made.temperature, Budget):
+            continue
+        if made.regularizer == wanted.regularizer and kind(made.marginal) == kind(wanted.marginal):
+            return cell.names
+    return "–"
+
+
+def parts(cell: Cell) -> tuple[str, str, str, str]:
+    """Regulariser, marginal, prior and kernel, in words read off the object."""
+    made = cell.made
+    if isinstance(made, features.Features):
+        return "–", "rows", "causal" if cell.is_causal else "–", type(made).__name__
+    factors = () if made.prior is None else made.prior.factors()
+    prior = " × ".join(type(factor).__name__ for factor in factors) or "–"
+    if isinstance(made.temperature, Budget):
+        temperature = f", τ by {type(made.temperature).__name__}"
+    elif isinstance(made.temperature, torch.Tensor):
+        temperature = ", τ per head"
+    else:
+        temperature = "" if made.temperature == 1 else f", τ = {made.temperature:g}"
+    return type(made.regularizer).__name__, kind(made.marginal), prior, f"exact{temperature}"
+
+
+def to_markdown() -> str:
+    """The page."""
+    lines = [
+        "# The design space",
+        "",
+        "Written by `python -m regard.lab.design_space` from the list in",
+        "[design_space.py](../src/regard/lab/design_space.py). Each line is the expression on it, evaluated: its parts",
+        "are read off the object. The tests run it, and where it is a problem its plan has a certificate (float64,",
+        "residuals below 1e-9). With scores s, prior π and temperature τ the weights are p = π g((s − λ)/τ): the",
+        "regulariser gives g, the marginal λ ([theory](theory.md)). Kernels of low rank replace exp(s) by a product of",
+        "features, in O(T) ([features](features.md)); they solve no problem of this kind.",
+        "",
+        "## Regulariser × marginal",
+        "",
+        "Without a prior, at temperature 1. Every cell runs; “–” has no name known to us.",
+        "",
+        "| | " + " | ".join(f"`{m}`" for m in MARGINALS) + " |",
+        "|---|" + "---|" * len(MARGINALS),
+    ]
+    for regularizer in REGULARIZERS:
+        names = (name_in_plane(regularizer, marginal) for marginal in MARGINALS)
+        lines.append(f"| `{regularizer}` | " + " | ".join(names) + " |")
+    lines += [
+        "",
+        "A prior multiplies into any of them: `Causal`, `Window`, `ALiBi`, `Bias`, `Documents` and their products.",
+        "",
+        "## Every cell with a name",
+        "",
+        "| name | regulariser | marginal | prior | kernel | expression | reference |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for cell in CELLS:
+        call = f"`{cell.expression}`" + (", `is_causal=True`" if cell.is_causal else "")
+        lines.append(f"| {cell.names} | {' | '.join(parts(cell))} | {call} | {cell.reference} |")
+    lines += [
+        "",
+        "In the expressions `n` is the number of keys, `b`, `slopes`, `tau` and `alpha` have a number per head, `ids`",
+        "numbers documents, and `chi2` is an `FDivergence`.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    Path(__file__).resolve().parents[3].joinpath("docs", "design-space.md").write_text(to_markdown())
