@@ -210,10 +210,10 @@ def check_recall(found: Outcomes) -> None:
 
 def test_recall_tasks_ask_what_the_context_determines():
     config, generator = load("recall").full, torch.Generator().manual_seed(0)
-    symbols, pairs = config["symbols"], config["pairs"]
+    symbols, pairs, kinds = config["symbols"], config["pairs"], config["values"]
     tokens, targets = recall.recall(50, config, generator)
-    for row, asked in zip((tokens - symbols).tolist(), targets.tolist(), strict=True):
-        known = dict(divmod(pair - symbols, symbols) for pair in row[:pairs])
+    for row, asked in zip((tokens - kinds).tolist(), targets.tolist(), strict=True):
+        known = dict(divmod(pair - symbols, kinds) for pair in row[:pairs])
         assert len(known) == pairs and asked[:pairs] == [-1] * pairs
         assert [known[key] for key in row[pairs:]] == asked[pairs:] and set(row[pairs:]) == set(known)
     tokens, targets = recall.copying(50, config, generator)

@@ -24,11 +24,11 @@ def recall(count: int, config: Config, generator: torch.Generator) -> Batch:
     Tokens [count, 2 pairs]. A pair is one token, so that one look suffices: what is tested is whether it finds the
     place. Values are tokens 0, 1, ..., then come the keys, then the pairs; no key stands twice among the pairs.
     """
-    pairs, symbols = config["pairs"], config["symbols"]
+    pairs, symbols, kinds = config["pairs"], config["symbols"], config["values"]
     keys = torch.rand(count, symbols, generator=generator).argsort(1)[:, :pairs]
-    values = torch.randint(symbols, (count, pairs), generator=generator)
+    values = torch.randint(kinds, (count, pairs), generator=generator)
     again = torch.rand(count, pairs, generator=generator).argsort(1)
-    tokens = torch.cat([2 * symbols + keys * symbols + values, symbols + keys.gather(1, again)], 1)
+    tokens = torch.cat([kinds + symbols + keys * kinds + values, kinds + keys.gather(1, again)], 1)
     return tokens, torch.cat([torch.full_like(values, -1), values.gather(1, again)], 1)
 
 
@@ -72,7 +72,7 @@ def measure(cell: Cell) -> dict[str, Any]:
     sizes = {n: config[n] for n in ("layers", "heads", "width")}
     length = tested[0].shape[1]
     model = Transformer(
-        config["symbols"] * (config["symbols"] + 2),
+        config["values"] + config["symbols"] * (config["values"] + 1),
         length,
         **sizes,
         **attention_named(rule, {**config, "length": length}),
@@ -151,11 +151,12 @@ EXPERIMENT = Experiment(
     "word, to add two numbers. Only the tokens that the context determines are asked for.",
     quick={
         "seeds": 1, "steps": 12, "every": 6, "warmup": 3, "rate": 3e-3, "batch": 16, "layers": 2, "heads": 2,
-        "width": 32, "pairs": 4, "symbols": 4, "digits": 1, "decay": 0.1, "evaluate": 64, "rules": RULES,
+        "width": 32, "pairs": 4, "symbols": 4, "values": 2, "digits": 1, "decay": 0.1, "evaluate": 64, "rules": RULES,
     },
     full={
-        "seeds": 3, "steps": 800, "every": 80, "warmup": 50, "rate": 3e-3, "batch": 32, "layers": 2, "heads": 2,
-        "width": 64, "pairs": 8, "symbols": 8, "digits": 3, "decay": 0.01, "evaluate": 512, "rules": RULES,
+        "seeds": 3, "steps": 800, "every": 80, "warmup": 50, "rate": 3e-3, "batch": 32, "layers": 2, "heads": 4,
+        "width": 64, "pairs": 16, "symbols": 16, "values": 4, "digits": 3, "decay": 0.01, "evaluate": 512,
+        "rules": RULES,
     },
     settings=settings,
     measure=measure,
