@@ -402,5 +402,66 @@ def teasers(
         console.print()
 
 
+@lab.command("list")
+def list_experiments() -> None:
+    """The experiments, and what each asks."""
+    from .lab.experiments import NAMES, load
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("name", style="bold", no_wrap=True)
+    table.add_column("question")
+    table.add_column("source")
+    for name in NAMES:
+        experiment = load(name)
+        table.add_row(name, Text(experiment.question), Text(experiment.source, style="dim"))
+    Console().print(table)
+
+
+@lab.command("run")
+def run_experiment(
+    name: Annotated[str, typer.Argument(help="An experiment that `regard lab list` shows, or all.")],
+    quick: Annotated[bool, typer.Option("--quick", help="A profile of seconds, too small for a verdict.")] = False,
+    text: Annotated[Path | None, typer.Option(help="Learn from this file, not from Python's standard library.")] = None,
+    out: Annotated[Path, typer.Option(help="The folder of all runs; each experiment has its own in it.")] = Path(
+        "runs"
+    ),
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="Change the configuration: name=value; repeatable.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew, forgetting what an earlier run left.")] = False,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that share the cells, and the threads.")] = 1,
+) -> None:
+    """Run an experiment: every setting with every seed, then the verdicts.
+
+    Ctrl-C keeps what is done, and the same command goes on from there.
+    """
+    from .lab.command import run_all
+    from .lab.runner import Refused
+
+    errors = Console(stderr=True)
+    try:
+        finished = run_all(name, quick, text, out, changes or [], fresh, workers, errors, Console())
+    except Refused as refusal:
+        errors.print(Text.assemble(("error: ", "bold red"), str(refusal)))
+        raise typer.Exit(2) from None
+    raise typer.Exit(0 if finished else 130)
+
+
+@lab.command("report")
+def report_experiments(
+    runs: Annotated[Path, typer.Argument(help="The folder of all runs.")] = Path("runs"),
+    out: Annotated[Path, typer.Option(help="Write the page, one HTML file, here.")] = Path("lab.html"),
+) -> None:
+    """Write one HTML page with the verdicts and figures of all runs."""
+    from .lab.page import read, to_html
+
+    records = read(runs)
+    if not records:
+        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), f"{runs}: no finished run in it"))
+        raise typer.Exit(2)
+    out.write_text(to_html(records), encoding="utf-8")
+    Console().print(Text(f"report: {out}"), soft_wrap=True)
+
+
 if __name__ == "__main__":
     app()

@@ -1,4 +1,8 @@
-"""Modules and functions for training: what keeps attention healthy."""
+"""Modules: `torch.nn.MultiheadAttention` with any problem, learned temperatures, a small readable transformer; and what
+keeps attention healthy in training."""
 
+from .attention import MultiheadAttention as MultiheadAttention
+from .attention import Temperature as Temperature
 from .stability import entropy_floor as entropy_floor
 from .stability import qk_clip_ as qk_clip_
+from .transformer import Transformer as Transformer

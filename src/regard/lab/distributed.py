@@ -1,0 +1,81 @@
+"""One training on several processes, as `torchrun` and `accelerate launch` start them, and cells on several workers.
+
+Under `torchrun` every process runs the same command: each takes its share of every batch, gradients are averaged (DDP),
+and the first process alone writes. Without it, all of this is one process and costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..nn import Transformer
+
+
+def join() -> None:
+    """Join the processes that the environment names, if it does."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def leave() -> None:
+    if several():
+        dist.destroy_process_group()
+
+
+def several() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    return dist.get_rank() if several() else 0
+
+
+def processes() -> int:
+    return dist.get_world_size() if several() else 1
+
+
+def agree(value: Any) -> Any:
+    """What the first process says, in all of them."""
+    if not several():
+        return value
+    said = [value]
+    dist.broadcast_object_list(said, src=0)
+    return said[0]
+
+
+def mean(*numbers: float) -> tuple[float, ...]:
+    """The mean over the processes, of each."""
+    if not several():
+        return numbers
+    total = torch.tensor(numbers, dtype=torch.float64)
+    dist.all_reduce(total)
+    return tuple((total / processes()).tolist())
+
+
+def share(batch: Tensor) -> Tensor:
+    """This process' rows of a batch."""
+    if batch.shape[0] % processes():
+        raise ValueError(f"batch: expected a multiple of the {processes()} processes, got {batch.shape[0]}")
+    return batch.chunk(processes())[rank()]
+
+
+class _Loss(nn.Module):
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.model.loss(tokens, targets)
+
+
+def loss_of(model: Transformer) -> Callable[[Tensor, Tensor], Tensor]:
+    """The model's loss, whose backward pass averages the gradients over the processes."""
+    if not several():
+        return model.loss
+    return nn.parallel.DistributedDataParallel(_Loss(model))

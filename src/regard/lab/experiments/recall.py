@@ -1,0 +1,164 @@
+"""Precise selection: tasks whose answer stands at one place of the context, for softmax and what may replace it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...nn import Transformer
+from ..judging import Interval, differences, interval, judge
+from ..runner import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Table
+from ..training import Batch, Training, train
+from .normalizer import attention_named
+
+SOURCE = "003, brain teaser #3: “Real-world case study”"
+LINEAR = ("linear (elu + 1)", "Performer", "ReLU features")
+
+
+def recall(count: int, config: Config, generator: torch.Generator) -> Batch:
+    """Multi-query associative recall: pairs of a key and a value, then every key again, in another order: which value?
+
+    Tokens [count, 2 pairs]. A pair is one token, so that one look suffices: what is tested is whether it finds the
+    place. Values are tokens 0, 1, ..., then come the keys, then the pairs; no key stands twice among the pairs.
+    """
+    pairs, symbols, kinds = config["pairs"], config["symbols"], config["values"]
+    keys = torch.rand(count, symbols, generator=generator).argsort(1)[:, :pairs]
+    values = torch.randint(kinds, (count, pairs), generator=generator)
+    again = torch.rand(count, pairs, generator=generator).argsort(1)
+    tokens = torch.cat([kinds + symbols + keys * kinds + values, kinds + keys.gather(1, again)], 1)
+    return tokens, torch.cat([torch.full_like(values, -1), values.gather(1, again)], 1)
+
+
+def copying(count: int, config: Config, generator: torch.Generator) -> Batch:
+    """A random word, a mark, and the word again: every letter of the second time is asked for."""
+    length, symbols = config["pairs"], config["symbols"]
+    word = torch.randint(symbols, (count, length), generator=generator)
+    mark = torch.full((count, 1), symbols)
+    tokens = torch.cat([word, mark, word], 1)
+    targets = torch.full_like(tokens, -1)
+    targets[:, length:-1] = word
+    return tokens, targets
+
+
+def addition(count: int, config: Config, generator: torch.Generator) -> Batch:
+    """a + b = c with digits from the lowest, so that each digit of c needs two places and a carry."""
+    digits = config["digits"]
+    a, b = (torch.randint(10**digits, (count,), generator=generator) for _ in range(2))
+    powers = 10 ** torch.arange(digits + 1)
+    a_, b_, c_ = (n[:, None] // powers % 10 for n in (a, b, a + b))
+    plus, equals = torch.full((count, 1), 10), torch.full((count, 1), 11)
+    tokens = torch.cat([a_[:, :-1], plus, b_[:, :-1], equals, c_], 1)
+    targets = torch.full_like(tokens, -1)
+    targets[:, 2 * digits + 1 : -1] = c_
+    return tokens, targets
+
+
+TASKS = {"recall": recall, "copying": copying, "addition": addition}
+ABOUT = {"recall": "fact retrieval", "copying": "few-shot learning", "addition": "arithmetic"}
+
+
+def settings(config: Config) -> list[str]:
+    return [f"{task}: {rule}" for task in TASKS for rule in config["rules"]]
+
+
+def measure(cell: Cell) -> dict[str, Any]:
+    name, rule = cell.setting.split(": ")
+    task, config = TASKS[name], cell.config
+    tested = task(config["evaluate"], config, torch.Generator().manual_seed(10**6))
+    torch.manual_seed(cell.seed)
+    sizes = {n: config[n] for n in ("layers", "heads", "width")}
+    length = tested[0].shape[1]
+    model = Transformer(
+        config["values"] + config["symbols"] * (config["values"] + 1),
+        length,
+        **sizes,
+        **attention_named(rule, {**config, "length": length}),
+    )
+
+    def evaluate(model: Transformer) -> dict[str, float]:
+        return {"accuracy": accuracy(model, *tested)}
+
+    trained = train(cell, model, Training.of(config), lambda g: task(config["batch"], config, g), evaluate)
+    return {"accuracy": trained.metrics[-1].get("accuracy") or 0.0, "seconds": trained.seconds}
+
+
+@torch.no_grad()
+def accuracy(model: Transformer, tokens: Tensor, targets: Tensor) -> float:
+    """Share of the asked tokens that are the likeliest prediction."""
+    asked = targets >= 0
+    return (model(tokens).argmax(-1) == targets)[asked].float().mean().item()
+
+
+def conclude(outcomes: Outcomes) -> Conclusion:
+    rules = outcomes.config["rules"]
+
+    def gap(task: str, rule: str) -> Interval:
+        return differences(*(outcomes.values(f"{task}: {r}", "accuracy") for r in ("softmax", rule)))
+
+    verdicts = [
+        judge(
+            f"Linear attention underperforms at precise token selection ({ABOUT[task]})",
+            SOURCE,
+            f"{task}: accuracy of softmax minus that of {rule}, in points of 1",
+            gap(task, rule),
+            (0.02, math.inf),
+        )
+        for task in TASKS
+        for rule in LINEAR
+        if rule in rules
+    ]
+    verdicts += [
+        judge(
+            "ReLU with normalised rows lacks the ability to focus sharply",
+            "003, brain teaser #3, option 3",
+            f"{task}: accuracy of softmax minus that of ReLU, normalised, in points of 1",
+            gap(task, "ReLU, normalised"),
+            (0.02, math.inf),
+        )
+        for task in TASKS
+        if "ReLU, normalised" in rules
+    ]
+    rows = [
+        [rule, *(interval(outcomes.values(f"{task}: {rule}", "accuracy")).brief() for task in TASKS)] for rule in rules
+    ]
+    figures = [
+        Figure(
+            f"{task.capitalize()}: accuracy while training",
+            "step",
+            "accuracy",
+            [outcomes.curve(f"{task}: {rule}", "accuracy", rule) for rule in rules],
+        )
+        for task in TASKS
+    ]
+    spread = [
+        Series(rule, [], [x for task in TASKS for x in outcomes.values(f"{task}: {rule}", "accuracy")])
+        for rule in rules
+    ]
+    figures.append(Figure("All tasks and seeds", "accuracy", "", spread, kind="dots", reference=1.0))
+    return Conclusion(verdicts, [Table("Accuracy at the end", ["rule", *TASKS], rows)], figures)
+
+
+RULES = ["softmax", "entmax-1.5", "ReLU, normalised", *LINEAR]
+
+EXPERIMENT = Experiment(
+    name="recall",
+    question="Does linear attention fail where one token must be found?",
+    source=SOURCE,
+    about="Small models learn three tasks without end, every batch new: to recall the value of a key, to copy a random "
+    "word, to add two numbers. Only the tokens that the context determines are asked for.",
+    quick={
+        "seeds": 1, "steps": 12, "every": 6, "warmup": 3, "rate": 3e-3, "batch": 16, "layers": 2, "heads": 2,
+        "width": 32, "pairs": 4, "symbols": 4, "values": 2, "digits": 1, "decay": 0.1, "evaluate": 64, "rules": RULES,
+    },
+    full={
+        "seeds": 3, "steps": 800, "every": 80, "warmup": 50, "rate": 3e-3, "batch": 32, "layers": 2, "heads": 4,
+        "width": 64, "pairs": 16, "symbols": 16, "values": 4, "digits": 3, "decay": 0.01, "evaluate": 512,
+        "rules": RULES,
+    },
+    settings=settings,
+    measure=measure,
+    conclude=conclude,
+)  # fmt: skip

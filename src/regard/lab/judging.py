@@ -1,0 +1,137 @@
+"""From paired runs to a verdict: measured, not significant, or refuted.
+
+An effect is a number per seed, of two runs that share everything but the setting. Its interval is Student's t over the
+seeds. A claim says in which range the effect lies:
+
+    refuted          the interval and the claimed range have no point in common
+    measured         they have, and the interval excludes "no effect"
+    not significant  they have, but "no effect" is inside the interval too (or there were not enough seeds to tell)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ..estimation import student_quantile
+
+MEASURED, NOT_SIGNIFICANT, REFUTED = "measured", "not significant", "refuted"
+VERDICTS = (MEASURED, NOT_SIGNIFICANT, REFUTED)
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds, and where the true one lies with 95 % confidence."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+    def __str__(self) -> str:
+        return self.words()
+
+    def words(self, unit: str = "") -> str:
+        """2.1 % [1.9, 2.3], 3 seeds"""
+        if self.n < 2:
+            return f"{self.mean:.3g}{unit} (one seed)"
+        return f"{self.mean:.3g}{unit} [{self.low:.3g}, {self.high:.3g}], {self.n} seeds"
+
+    def brief(self, digits: int = 3) -> str:
+        """2.24 ± 0.01, half of the interval behind the mean (asymmetric ones: the larger half)."""
+        if not math.isfinite(self.mean):
+            return "not finite"
+        half = max(self.high - self.mean, self.mean - self.low)
+        return f"{self.mean:.{digits}f}" if self.n < 2 else f"{self.mean:.{digits}f} ± {half:.{digits}f}"
+
+    def scaled(self, factor: float) -> Interval:
+        return Interval(factor * self.mean, factor * self.low, factor * self.high, self.n)
+
+
+def interval(numbers: Sequence[float], level: float = LEVEL) -> Interval:
+    """The mean and Student's t interval; of one number it is the whole line."""
+    n = len(numbers)
+    if n == 0:
+        raise ValueError("numbers: expected at least one, got none")
+    mean = sum(numbers) / n
+    if n > 1 and len(set(numbers)) == 1:
+        return Interval(mean, mean, mean, n)  # also where all are infinite: all diverged
+    if n == 1 or not math.isfinite(mean):
+        return Interval(mean, -math.inf, math.inf, n)
+    variance = math.fsum((x - mean) ** 2 for x in numbers) / (n - 1)
+    t = float(student_quantile(level, torch.tensor([n - 1.0], dtype=torch.float64)))
+    half = t * math.sqrt(variance / n)
+    return Interval(mean, mean - half, mean + half, n)
+
+
+def differences(a: Sequence[float], b: Sequence[float]) -> Interval:
+    """a − b, seed by seed."""
+    return interval([x - y for x, y in _pairs(a, b)])
+
+
+def ratios(a: Sequence[float], b: Sequence[float]) -> Interval:
+    """a / b, seed by seed; averaged and bounded as logarithms, so that a/b and b/a agree."""
+    logs = interval([math.log(x / y) for x, y in _pairs(a, b)])
+    return Interval(math.exp(logs.mean), math.exp(logs.low), _exp(logs.high), logs.n)
+
+
+def _exp(x: float) -> float:
+    return math.inf if x == math.inf else math.exp(x)
+
+
+def _pairs(a: Sequence[float], b: Sequence[float]) -> list[tuple[float, float]]:
+    if len(a) != len(b):
+        raise ValueError(f"a, b: expected one number per seed in each, got {len(a)} and {len(b)}")
+    return list(zip(a, b, strict=True))
+
+
+def verdict(effect: Interval, claimed: tuple[float, float], null: float = 0.0) -> str:
+    """What the interval of an effect says about a claim that it lies in `claimed`; `null` is no effect."""
+    low, high = claimed
+    if low > high:
+        raise ValueError(f"claimed: expected (low, high), got {claimed}")
+    if math.isnan(effect.mean):
+        return NOT_SIGNIFICANT
+    if effect.high < low or effect.low > high:
+        return REFUTED
+    return NOT_SIGNIFICANT if effect.low <= null <= effect.high else MEASURED
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A claim, what was measured about it, and the verdict."""
+
+    claim: str
+    source: str
+    effect: str  # in words, with the spread
+    verdict: str
+    note: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def judge(
+    claim: str,
+    source: str,
+    what: str,
+    effect: Interval,
+    claimed: tuple[float, float],
+    *,
+    null: float = 0.0,
+    percent: bool = False,
+    note: str = "",
+) -> Judged:
+    """The verdict on a claim that an effect lies in a range, with the effect in words (`percent`: in hundredths)."""
+    shown = effect.scaled(100).words(" %") if percent else effect.words()
+    return Judged(claim, source, f"{what}: {shown}", verdict(effect, claimed, null), note)
+
+
+def decide(claim: str, source: str, effect: str, holds: bool, note: str = "") -> Judged:
+    """The verdict on a claim that admits no exception and needs no statistics: one case decides."""
+    return Judged(claim, source, effect, MEASURED if holds else REFUTED, note)

@@ -1,0 +1,159 @@
+"""`MultiheadAttention`, as PyTorch's own but with any transport problem, and `Temperature`, one learned per head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..operator import attention
+from ..parts import describe
+from ..plan import solve
+from ..problem import Transport
+
+Problem = Transport | Callable[[], Transport] | None  # one that carries parameters is built anew in every forward
+
+
+def built(problem: Problem) -> Transport | None:
+    """The problem to solve now."""
+    return problem if problem is None or isinstance(problem, Transport) else problem()
+
+
+def check_problem(name: str, problem: object) -> None:
+    if problem is not None and not isinstance(problem, Transport) and not callable(problem):
+        raise TypeError(f"{name}: expected a Transport, a callable that builds one, or None, got {describe(problem)}")
+
+
+class Temperature(nn.Module):
+    """A positive temperature for each head, learned through its logarithm: `Transport(temperature=temperature())`."""
+
+    def __init__(self, num_heads: int, init: float = 1.0, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        if not isinstance(num_heads, int) or num_heads < 1:
+            raise ValueError(f"num_heads: expected a positive int, got {describe(num_heads)}")
+        if not 0 < init < math.inf:
+            raise ValueError(f"init: expected a positive, finite number, got {describe(init)}")
+        self.log_temperature = nn.Parameter(torch.full((num_heads,), math.log(init), device=device, dtype=dtype))
+
+    def forward(self) -> Tensor:
+        return self.log_temperature.exp()[:, None, None]  # [H, 1, 1]
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` (same arguments, same call, same state dict) whose heads solve `problem`.
+
+    `problem` is a `Transport`, or a callable without arguments that builds one in every forward (a module with learned
+    parts is one; it becomes a submodule); None is softmax. The masks are PyTorch's: True in a bool mask *forbids*, a
+    float mask is added to the scores.
+
+    What differs: `is_causal=True` needs no `attn_mask` (one that is given is taken to be the causal mask, and not
+    read); a query without any admissible key gets 0, not NaN; weights are returned as they were before dropout.
+    """
+
+    def __init__(self, *args: Any, problem: Problem = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        check_problem("problem", problem)
+        self.problem = problem
+        # PyTorch's encoder layers would pass our forward by, computing softmax from the weights; this stops them.
+        self._qkv_same_embed_dim = False
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if tensor.is_nested:
+                raise NotImplementedError(f"{name}: expected a plain tensor, got a nested one")
+            if tensor.dim() not in (2, 3) or tensor.dim() != query.dim():
+                raise ValueError(
+                    f"{name}: expected shape [T, E], or [B, T, E] with batch_first, else [T, B, E], as query "
+                    f"{list(query.shape)}; got {list(tensor.shape)}"
+                )
+        batched = query.dim() == 3
+        if not batched:
+            query, key, value = (t[None] for t in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+        elif not self.batch_first:
+            query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+        q, k, v = self._projected(query, key, value)  # [B, H, T, D]
+        mask, is_causal = self._mask(attn_mask, key_padding_mask, is_causal, q.shape[0], q.shape[2], k.shape[2])
+        problem = built(self.problem)
+        dropout = self.dropout if self.training else 0.0
+        out = attention(q, k, v, mask, dropout, is_causal, problem=problem)
+        out = self.out_proj(out.transpose(1, 2).flatten(2))  # [B, Tq, E]
+        weights = self._weights(q, k, mask, is_causal, problem) if need_weights else None
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if not batched:
+            return out[0], None if weights is None else weights[0]
+        return out if self.batch_first else out.transpose(0, 1), weights
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values by head; bias_k and a key of zeros stand last, if there are any."""
+        if self.in_proj_weight is not None:
+            into = self.in_proj_weight.chunk(3)
+        else:
+            into = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), into, biases, strict=True))
+        B = q.shape[0]
+        if self.bias_k is not None and self.bias_v is not None:
+            k, v = torch.cat([k, self.bias_k.expand(B, 1, -1)], 1), torch.cat([v, self.bias_v.expand(B, 1, -1)], 1)
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        q, k, v = (t.unflatten(2, (self.num_heads, self.head_dim)).transpose(1, 2) for t in (q, k, v))
+        return q, k, v
+
+    def _mask(
+        self, attn_mask: Tensor | None, padding: Tensor | None, is_causal: bool, B: int, Tq: int, Tk: int
+    ) -> tuple[Tensor | None, bool]:
+        """PyTorch's masks as one of `attention`'s (bool: True keeps), and whether the plan is also causal."""
+        added = (self.bias_k is not None) + bool(self.add_zero_attn)
+        keys = Tk - added
+        masks = []
+        if is_causal and added:  # every query may read what was added: no causal prior says so
+            masks.append(torch.ones(Tq, keys, dtype=torch.bool, device=self.out_proj.weight.device).triu(1))
+        elif attn_mask is not None and not is_causal:
+            shapes = ([Tq, keys], [B * self.num_heads, Tq, keys])
+            if list(attn_mask.shape) not in shapes:
+                raise ValueError(f"attn_mask: expected shape {shapes[0]} or {shapes[1]}, got {list(attn_mask.shape)}")
+            masks.append(attn_mask.unflatten(0, (B, self.num_heads)) if attn_mask.dim() == 3 else attn_mask)
+        if padding is not None:
+            if list(padding.shape) != [B, keys]:
+                raise ValueError(f"key_padding_mask: expected shape {[B, keys]}, got {list(padding.shape)}")
+            masks.append(padding[:, None, None])
+        if not masks:
+            return None, is_causal
+        masks = [F.pad(mask, (0, added)) for mask in masks]  # 0 and False: what was added may be read
+        if all(mask.dtype == torch.bool for mask in masks):
+            forbidden = masks[0]
+            for mask in masks[1:]:
+                forbidden = forbidden | mask
+            return ~forbidden, is_causal and not added
+        total = None
+        for mask in masks:
+            if mask.dtype == torch.bool:
+                mask = torch.zeros_like(mask, dtype=self.out_proj.weight.dtype).masked_fill(mask, -math.inf)
+            total = mask if total is None else total + mask
+        return total, is_causal and not added
+
+    def _weights(self, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, problem: Transport | None) -> Tensor:
+        """The plan, [B, H, Tq, Tk]."""
+        scores = q @ k.mT / math.sqrt(self.head_dim)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        if is_causal:
+            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+            scores = scores.masked_fill(future, -math.inf)
+        return solve(scores, problem).weights

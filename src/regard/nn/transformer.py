@@ -1,0 +1,224 @@
+"""A decoder-only transformer to experiment with: the residual stream is written to by attention and by an MLP.
+
+    h ← h + O(attention(W_Q h', W_K h', W_V h')),   h ← h + MLP(h'),   h' = LayerNorm(h)
+
+The attention is any `Transport`, or any function of queries, keys and values.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..operator import attention as solve_and_average
+from ..parts import describe
+from ..problem import Transport
+from .attention import Problem, built, check_problem
+
+Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]  # query, key, value, is_causal -> output
+Init = float | Literal["pytorch", "unit"]
+
+
+class SelfAttention(nn.Module):
+    """Heads that read the residual stream's past, with a problem or a function of their own."""
+
+    def __init__(
+        self, width: int, heads: int, problem: Problem, attention: Attention | None, qk_norm: bool, dropout: float
+    ) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.into = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        # QK-norm: queries and keys of length √D, with a learned gain, so that scores cannot grow without it.
+        self.norms = nn.ModuleList(nn.RMSNorm(width // heads) for _ in range(2)) if qk_norm else None
+        self.problem, self.attention = problem, attention
+
+    def read(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of a stream [B, T, E]: [B, H, T, D] each."""
+        q, k, v = (t.unflatten(2, (self.heads, -1)).transpose(1, 2) for t in self.into(h).chunk(3, 2))
+        if self.norms is not None:
+            q, k = self.norms[0](q), self.norms[1](k)
+        return q, k, v
+
+    def forward(self, h: Tensor) -> Tensor:
+        q, k, v = self.read(h)
+        if self.attention is not None:
+            o = self.attention(q, k, v, True)
+        else:
+            o = solve_and_average(
+                q, k, v, None, self.dropout if self.training else 0.0, True, problem=built(self.problem)
+            )
+        return self.out(o.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """What one layer adds to the stream."""
+
+    def __init__(self, attention: SelfAttention, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.attention = attention
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = h + self.dropout(self.attention(self.norms[0](h)))
+        return h + self.dropout(self.mlp(self.norms[1](h)))
+
+
+class Transformer(nn.Module):
+    """Predicts the next token at every position: tokens [B, T] -> logits [B, T, vocabulary].
+
+    `problem` is a `Transport`, or a function of the layer's number that gives that layer's: a `Transport`, or a
+    callable (a module, if it has parameters) that builds one in every forward. Or `attention`, a function or module
+    called with (query, key, value, is_causal); every layer gets its own copy of a module. Plans are made causal.
+
+    `positions` are learned, or None, for problems whose prior tells near from far. `init` is the standard deviation of
+    all matrices (0.02; those that write to the stream get 1/√(2 layers) of it, as in GPT-2), "unit" (variance 1/fan-in:
+    of a normalised stream, queries and keys of variance 1) or "pytorch" (what `nn.Linear` does by itself: 1/3 of that).
+    The embeddings always begin at 0.02: they are the output matrix too, unless `tied` is False.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        length: int,
+        *,
+        layers: int = 4,
+        heads: int = 4,
+        width: int = 128,
+        dropout: float = 0.0,
+        positions: Literal["learned"] | None = "learned",
+        tied: bool = True,
+        init: Init = 0.02,
+        qk_norm: bool = False,
+        problem: Transport | Callable[[int], Problem] | None = None,
+        attention: Attention | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {"vocabulary": vocabulary, "length": length, "layers": layers, "heads": heads, "width": width}
+        for name, size in sizes.items():
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}: expected a positive int, got {describe(size)}")
+        if width % heads:
+            raise ValueError(f"width: expected a multiple of heads={heads}, got {width}")
+        if positions not in ("learned", None):
+            raise ValueError(f'positions: expected "learned" or None, got {describe(positions)}')
+        check_problem("problem", problem)
+        if attention is not None and not callable(attention):
+            raise TypeError(f"attention: expected a function or module, got {describe(attention)}")
+        if attention is not None and problem is not None:
+            raise ValueError("attention: expected None with a problem, which says what the attention is; got both")
+        if attention is not None and dropout:
+            raise ValueError(f"dropout: expected 0 with an attention of your own, which cannot drop, got {dropout}")
+        self.length = length
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(length, width) if positions == "learned" else None
+        self.dropout = nn.Dropout(dropout)
+        blocks = []
+        for layer in range(layers):
+            own = problem(layer) if callable(problem) else problem
+            check_problem(f"problem({layer})", own)
+            attend = copy.deepcopy(attention) if isinstance(attention, nn.Module) else attention
+            blocks.append(Block(SelfAttention(width, heads, own, attend, qk_norm, dropout), width, dropout))
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.LayerNorm(width)
+        self.head = None if tied else nn.Linear(width, vocabulary, bias=False)
+        self._initialise(init)
+
+    def _initialise(self, init: Init) -> None:
+        if init not in ("pytorch", "unit") and not (isinstance(init, float | int) and init > 0):
+            raise ValueError(f'init: expected a positive number, "pytorch" or "unit", got {describe(init)}')
+        for module in self.modules():
+            if isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+        if init == "pytorch":
+            return
+        writes = [m for b in self._each() for m in (b.attention.out, b.mlp[2])]
+        for module in [m for b in self._each() for m in (b.attention.into, b.attention.out, b.mlp[0], b.mlp[2])]:
+            assert isinstance(module, nn.Linear)
+            std = 1 / math.sqrt(module.in_features) if isinstance(init, str) else float(init)
+            nn.init.normal_(module.weight, std=std / math.sqrt(len(writes)) if module in writes else std)
+            nn.init.zeros_(module.bias)
+        if self.head is not None:
+            nn.init.normal_(self.head.weight, std=0.02)
+
+    def _each(self) -> list[Block]:
+        return [block for block in self.blocks if isinstance(block, Block)]
+
+    def _stream(self, tokens: Tensor) -> Tensor:
+        """What the first layer reads, [B, T, E]."""
+        T = tokens.shape[1]
+        h = self.token(tokens)
+        if self.position is not None:
+            if self.length < T:
+                raise ValueError(f"tokens: expected at most length={self.length} positions, got {T}")
+            h = h + self.position(torch.arange(T, device=tokens.device))
+        return self.dropout(h)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self._stream(tokens)
+        for block in self.blocks:
+            h = block(h)
+        h = self.norm(h)
+        return F.linear(h, self.token.weight) if self.head is None else self.head(h)
+
+    def loss(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Mean cross-entropy in nats. tokens [B, T + 1]: of every token but the first, given those before it.
+
+        With targets [B, T], those are predicted from tokens [B, T]; where a target is negative nothing is asked.
+        """
+        if targets is None:
+            tokens, targets = tokens[:, :-1], tokens[:, 1:]
+        return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten().clamp(min=-1), ignore_index=-1)
+
+    @torch.no_grad()
+    def heads(self, tokens: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Each layer's queries, keys and values, [B, H, T, D]: what statistics of its plan are computed from."""
+        h, found = self._stream(tokens), []
+        for block in self._each():
+            found.append(block.attention.read(block.norms[0](h)))
+            h = block(h)
+        return found
+
+    def problems(self) -> list[Transport | None]:
+        """Each layer's problem, as it stands now (None: softmax, or an attention of your own)."""
+        return [built(block.attention.problem) for block in self._each()]
+
+    @torch.no_grad()
+    def generate(
+        self, tokens: Tensor, count: int, temperature: float = 1.0, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """`count` more tokens after [B, T], drawn from softmax(logits / temperature); 0 takes the likeliest.
+
+        The model sees the last `length` tokens.
+        """
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature: expected a finite number >= 0, got {describe(temperature)}")
+        for _ in range(count):
+            logits = self(tokens[:, -self.length :])[:, -1]
+            if temperature == 0:
+                drawn = logits.argmax(-1, keepdim=True)
+            else:
+                drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            tokens = torch.cat([tokens, drawn], 1)
+        return tokens
+
+    def save(self, path: str | Path) -> None:
+        """Write the weights as safetensors."""
+        from safetensors.torch import save_file
+
+        save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, path)
+
+    def load(self, path: str | Path) -> None:
+        """Read weights that a model of the same shape wrote; every name must be there, and no other."""
+        from safetensors.torch import load_file
+
+        self.load_state_dict(load_file(path))

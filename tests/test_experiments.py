@@ -1,0 +1,375 @@
+"""Every experiment's quick profile: what must be true at that size, and that its verdicts can go either way."""
+
+import math
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+
+from regard.lab.corpus import standard_library
+from regard.lab.experiments import (
+    NAMES,
+    baseline,
+    load,
+    normalizer,
+    priors,
+    recall,
+    sampling,
+    scaling,
+    sharpness,
+    sinks,
+    temperature,
+    variance,
+)
+from regard.lab.judging import MEASURED, NOT_SIGNIFICANT, REFUTED, VERDICTS
+from regard.lab.runner import Outcome, Outcomes, Run, configured
+
+TEXT = standard_library(60_000)
+
+
+def quick(name: str) -> Outcomes:
+    """What an experiment's quick profile gives."""
+    experiment = load(name)
+    with TemporaryDirectory() as folder:
+        run = Run(experiment, configured(experiment, True, {}), TEXT, Path(folder), "quick")
+        run.open()
+        for setting, seed in run.cells():
+            run.measure(setting, seed)
+        concluded = run.conclude()
+        assert concluded is not None and concluded["complete"]
+        assert {v["verdict"] for v in concluded["verdicts"]} == {NOT_SIGNIFICANT}
+        return run.outcomes()
+
+
+def made_up(name: str, results: dict[str, list[dict]]) -> dict[str, str]:
+    """The verdicts, by claim and effect, on results that nobody measured."""
+    experiment = load(name)
+    outcomes = [Outcome(s, seed, r, []) for s, each in results.items() for seed, r in enumerate(each)]
+    concluded = experiment.conclude(Outcomes(outcomes, experiment.full))
+    return {f"{v.claim} | {v.effect}": v.verdict for v in concluded.verdicts}
+
+
+def only(found: dict[str, str], *words: str) -> str:
+    (verdict,) = (v for text, v in found.items() if all(word in text for word in words))
+    return verdict
+
+
+def check_masking(found: Outcomes) -> None:
+    for outcome in found.each("minus infinity"):
+        assert outcome.result["leak"] == 0
+        assert outcome.result["honest"] == pytest.approx(outcome.result["apparent"], abs=1e-5)
+    for setting in ("mask to zero", "no mask"):
+        assert min(found.values(setting, "leak")) > 1e-3
+        assert all(o.result["honest"] != pytest.approx(o.result["apparent"], abs=1e-4) for o in found.each(setting))
+
+
+def test_masking_can_go_either_way():
+    def results(gaps, leak):
+        return [{"apparent": 2.0, "honest": 2.0 + g, "leak": leak} for g in gaps]
+
+    clean = results([0, 0, 0], 0.0)
+    leaky = made_up(
+        "masking", {"minus infinity": clean, "mask to zero": results([0.5, 0.51, 0.49], 0.1), "no mask": clean}
+    )
+    assert only(leaky, "instead of −∞") == MEASURED and only(leaky, "No masking") == REFUTED
+    assert only(leaky, "is clean") == MEASURED
+    other = made_up("masking", {"minus infinity": results([0, 0, 0], 1e-9), "mask to zero": clean, "no mask": clean})
+    assert only(other, "is clean") == REFUTED
+
+
+def check_normalizer(found: Outcomes) -> None:
+    for rule in found.settings:
+        first = found.each(rule)[0].metrics[0]["val"]
+        assert first == pytest.approx(math.log(len(TEXT.characters)), abs=0.6)
+        if rule != "row sum":
+            assert max(found.values(rule, "val")) < first - 0.5  # it learns
+    worse = found.values("row sum", "val")[0] - found.values("softmax", "val")[0]
+    assert worse > 0.05  # poles where a row of scores sums to 0
+    assert set(normalizer.RULES) == set(found.settings)
+
+
+def test_normalizer_can_go_either_way():
+    def rule(*losses, diverged=None):
+        return [{"val": x, "best": 2.0, "diverged_at": diverged, "steps_per_second": 1.0} for x in losses]
+
+    found = made_up(
+        "normalizer",
+        {
+            "softmax": rule(2.0, 2.01, 1.99),
+            "ReLU, normalised": rule(2.1, 2.11, 2.09),
+            "ReLU features": rule(2.5, 2.51, 2.49),
+            "linear (elu + 1)": rule(1.9, 2.11, 2.0),
+            "raw dot products": rule(None, None, None, diverged=3),
+            "row sum": rule(None, None, None, diverged=3),
+        },
+    )
+    assert only(found, "ReLU + normalization") == MEASURED and only(found, "with ReLU degrades") == REFUTED
+    assert only(found, "Linear Transformers") == NOT_SIGNIFICANT
+    assert only(found, "Raw dot products") == MEASURED and only(found, "row sum fails") == MEASURED
+
+
+def check_scaling(found: Outcomes) -> None:
+    sizes = found.config["sizes"]
+    for size in sizes:
+        spread = {i: found.values(scaling.name_of(i, size, "unscaled"), "spread")[0] for i in scaling.INITS}
+        assert spread["unit"] == pytest.approx(math.sqrt(size), rel=0.3)
+        assert spread["pytorch"] == pytest.approx(math.sqrt(size) / 3, rel=0.3)
+        assert spread["0.02"] < 0.2
+        scaled = found.values(scaling.name_of("unit", size, "scaled"), "spread")[0]
+        assert scaled == pytest.approx(spread["unit"] / math.sqrt(size), rel=0.15)  # the first layer exactly
+    unscaled, natural, bounded = (
+        found.each(scaling.name_of("unit", max(sizes), how))[0].result for how in ("unscaled", *scaling.RESCUES)
+    )
+    assert unscaled["saturated"] > 0.1 and unscaled["entropy"] < 0.6
+    assert natural["curve"][0] == pytest.approx(unscaled["curve"][0], abs=1e-5)  # the same model, another gradient
+    assert natural["curve"][1] != pytest.approx(unscaled["curve"][1], abs=1e-4)
+    assert bounded["curve"][0] != pytest.approx(unscaled["curve"][0], abs=1e-4)
+
+
+def test_steps_to_equal_loss():
+    assert scaling.steps_to([[0, 4.0], [10, 3.0], [20, 2.0]], 2.5) == 15
+    assert scaling.steps_to([[0, 4.0], [10, 3.0]], 2.5) == math.inf
+    slow = [{"val": 2.5, "curve": [[0, 4.0], [40, 3.0], [80, 2.5]]}]
+    fast = [{"val": 2.0, "curve": [[0, 4.0], [10, 3.0], [20, 2.5], [80, 2.0]]}]
+    outcomes = Outcomes([Outcome("slow", 0, slow[0], []), Outcome("fast", 0, fast[0], [])], {})
+    assert scaling.slowdown(outcomes, "slow", "fast").mean == pytest.approx(4.0)
+
+
+def check_temperature(found: Outcomes) -> None:
+    for fixed, learned in zip(found.each("fixed"), found.each("learned"), strict=True):
+        assert fixed.metrics[0]["val"] == pytest.approx(learned.metrics[0]["val"], abs=1e-6)  # paired: τ = 1 at first
+        taus = learned.result["temperatures"]
+        assert all(tau > 0 for layer in taus for tau in layer)
+        assert max(abs(tau - 1) for layer in taus for tau in layer) > 1e-3
+        assert {tau for layer in fixed.result["temperatures"] for tau in layer} == {1.0}
+
+
+def test_temperature_can_go_either_way():
+    def results(losses, taus):
+        return [{"val": x, "temperatures": [[t] * 2 for t in taus], "entropy": [1.0] * 4} for x in losses]
+
+    fixed = results([2.0, 2.1, 1.9], [1.0] * 4)
+    falling = made_up("temperature", {"fixed": fixed, "learned": results([1.98, 2.08, 1.88], [1.6, 1.2, 1.0, 0.8])})
+    assert only(falling, "1-3 %") == MEASURED and only(falling, "Lower layers") == MEASURED
+    u = made_up("temperature", {"fixed": fixed, "learned": results([2.0, 2.1, 1.9], [0.9, 0.5, 0.5, 1.5])})
+    assert only(u, "1-3 %") == REFUTED and only(u, "Lower layers") == REFUTED and only(u, "follow a U") == MEASURED
+    assert temperature.slope([3.0, 2.0, 1.0]) == -1 and temperature.curvature([1.0, 0.0, 1.0]) == 1
+
+
+def check_variance(found: Outcomes) -> None:
+    for outcome in found.each("softmax"):
+        assert outcome.result["sampler_error"] < 0.08  # the exact variance is a sampler's
+        assert 0 < outcome.result["mean"] < 1
+
+
+def test_the_exact_variance_counts_every_draw():
+    scores = torch.tensor([[0.3, -1.0, 2.0, -math.inf]], dtype=torch.float64)
+    utility = torch.tensor([[1.0, -2.0, 0.5, 7.0]], dtype=torch.float64)
+    p = scores[0].softmax(-1)
+    for b, found in zip(((p * utility[0]).sum(), 0.0), variance.variances(scores, utility), strict=True):
+        draws = torch.stack([(utility[0, j] - b) * (torch.eye(4, dtype=torch.float64)[j] - p) for j in range(4)])
+        mean = (p[:, None] * draws).sum(0)
+        torch.testing.assert_close(found[0], (p * (draws - mean).square().sum(1)).sum())
+    known = variance.variances(torch.tensor([[0.9, 0.1]]).double().log(), torch.tensor([[1.0, 0.0]]).double())
+    assert [v.item() for v in known] == [pytest.approx(0.115, abs=1e-3), pytest.approx(0.0018, abs=1e-4)]
+
+
+def check_sharpness(found: Outcomes) -> None:
+    for outcome in found.each("own"):
+        result = outcome.result
+        assert result["base"] == pytest.approx(outcome.metrics[-1]["val"], abs=1e-6)
+        assert result["all"][found.config["temperatures"].index(1.0)] == pytest.approx(result["base"], abs=1e-6)
+        assert len(result["softer"]) == len(result["entropy"]) == found.config["layers"] * found.config["heads"]
+        assert all(0 < h < 1 for h in result["entropy"]) and all(v > 0 for v in result["score_variance"])
+        moved = [loss for layer in result["layers"] for loss in layer] + result["softer"] + result["sharper"]
+        assert all(loss != result["base"] for loss in moved)
+
+
+def test_sharpness_can_go_either_way():
+    taus, layers = load("sharpness").full["temperatures"], load("sharpness").full["layer_temperatures"]
+
+    def results(sign):
+        bump = [sign * (tau - 1) ** 2 for tau in taus]
+        heads = {"entropy": [0.1, 0.5, 0.9], "score_variance": [3.0, 2.0, 1.0]}
+        losses = {"softer": [2 + sign * x for x in (0.3, 0.2, 0.1)], "sharper": [2.0, 2.0, 2.0]}
+        return [{"base": 2.0, "all": [2 + b for b in bump], "layers": [[2.1] * len(layers)], **heads, **losses}] * 3
+
+    found = made_up("sharpness", {"own": results(1)})
+    assert set(found.values()) == {MEASURED}
+    assert REFUTED in made_up("sharpness", {"own": results(-1)}).values()
+    assert sharpness.rank_correlation([1.0, 2.0, 3.0], [5.0, 6.0, 9.0]) == pytest.approx(1)
+    assert sharpness.rank_correlation([1.0, 2.0, 3.0], [9.0, 6.0, 5.0]) == pytest.approx(-1)
+
+
+def check_recall(found: Outcomes) -> None:
+    for setting in found.settings:
+        assert 0 <= found.values(setting, "accuracy")[0] <= 1
+    assert len(found.settings) == 3 * len(recall.RULES)
+
+
+def test_recall_tasks_ask_what_the_context_determines():
+    config, generator = load("recall").full, torch.Generator().manual_seed(0)
+    symbols, pairs, kinds = config["symbols"], config["pairs"], config["values"]
+    tokens, targets = recall.recall(50, config, generator)
+    for row, asked in zip((tokens - kinds).tolist(), targets.tolist(), strict=True):
+        known = dict(divmod(pair - symbols, kinds) for pair in row[:pairs])
+        assert len(known) == pairs and asked[:pairs] == [-1] * pairs
+        assert [known[key] for key in row[pairs:]] == asked[pairs:] and set(row[pairs:]) == set(known)
+    tokens, targets = recall.copying(50, config, generator)
+    asked = targets >= 0
+    assert (
+        torch.equal(tokens[:, 1:][asked[:, :-1]], targets[asked])
+        and asked.sum(1).unique().item() == tokens.shape[1] // 2
+    )
+    tokens, targets = recall.addition(200, config, generator)
+    for row, asked in zip(tokens.tolist(), targets.tolist(), strict=True):
+        text = "".join("0123456789+="[t] for t in row)
+        a, b, c = (int(part[::-1]) for part in text.replace("=", "+").split("+"))
+        assert a + b == c and [t for t in asked if t >= 0] == row[2 * config["digits"] + 2 :]
+
+
+def test_recall_can_go_either_way():
+    def results(*values):
+        return [{"accuracy": v} for v in values]
+
+    rules = dict.fromkeys(recall.RULES, results(0.5, 0.51, 0.49))
+    good = {f"{task}: {rule}": r for task in recall.TASKS for rule, r in rules.items()}
+    found = made_up("recall", {**good, "recall: softmax": results(1.0, 1.0, 1.0)})
+    assert only(found, "recall: accuracy", "Performer") == MEASURED
+    assert only(found, "copying: accuracy", "Performer") == REFUTED  # no difference at all
+    noisy = made_up("recall", {**good, "copying: softmax": results(1.0, 0.4, 0.6)})
+    assert only(noisy, "copying: accuracy", "Performer") == NOT_SIGNIFICANT
+
+
+def check_sampling(found: Outcomes) -> None:
+    for outcome in found.each("text"):
+        result = outcome.result
+        assert result["entropy"] == sorted(result["entropy"]) and result["entropy"][0] == 0
+        assert result["agreement"][0] == found.config["characters"]  # τ = 0 leaves no choice
+        assert result["agreement"][0] > result["agreement"][-1] and result["distinct"][0] < result["distinct"][-1]
+
+
+def test_what_sampling_counts():
+    rows = torch.tensor([[1, 2, 1, 2, 1, 2], [1, 2, 3, 4, 5, 6]])
+    assert sampling.distinct(rows, 2) == 6 / 10  # 12 21 23 34 45 56
+    assert sampling.repetition(rows, 2) == pytest.approx((3 / 5 + 0) / 2)
+    assert sampling.agreement(rows[:1], rows[1:]) == 2
+    logits = torch.tensor([[0.0, math.log(3.0)]])
+    assert sampling.entropy(logits, 1.0) == pytest.approx(-0.25 * math.log(0.25) - 0.75 * math.log(0.75))
+    assert sampling.entropy(logits, 1e6) == pytest.approx(math.log(2))
+
+
+def check_sinks(found: Outcomes) -> None:
+    for setting in found.settings:
+        for outcome in found.each(setting):
+            assert 0 <= outcome.result["first"] <= outcome.result["worst"] < 1
+            assert outcome.result["val"] < outcome.metrics[0]["val"]
+    first = [found.each(f"text: {rule}")[0].metrics[0]["first"] for rule in ("softmax", "entmax-1.5", "null key")]
+    near = 1 / (0.625 * found.config["length"])  # before training plans are nearly uniform
+    assert first[0] == pytest.approx(near, rel=0.3) and first[1] == pytest.approx(near, rel=0.3)
+    assert first[2] < first[0]  # the null key takes its share
+
+
+def test_backcopy_copies_after_triggers_only():
+    config = load("sinks").full
+    tokens, targets = sinks.backcopy(400, config, torch.Generator().manual_seed(0))
+    symbols, triggers = config["symbols"], config["triggers"]
+    assert (tokens[:, 0] == symbols).all() and (tokens[:, 1:] < symbols).all()
+    after = (tokens[:, 2:] < triggers) & (tokens[:, 1:-1] < symbols)
+    assert torch.equal(targets[:, 2:][after], tokens[:, 1:-1][after]) and after.sum() > 100
+    # elsewhere the chain's own chances
+    symbol = int(torch.bincount(tokens[:, 2:].flatten()[tokens[:, 2:].flatten() >= triggers]).argmax())
+    follows = targets[:, 2:][tokens[:, 2:] == symbol]
+    counts = torch.bincount(follows, minlength=symbols) / len(follows)
+    torch.testing.assert_close(counts, sinks.transitions(config)[symbol], atol=0.06, rtol=0)
+
+
+def test_sinks_can_go_either_way():
+    def results(worst):
+        return [{"val": 2.0, "first": w / 2, "worst": w} for w in worst]
+
+    sink, none = results([0.8, 0.81, 0.79]), results([0.05, 0.06, 0.04])
+    found = made_up("sinks", {f"text: {rule}": none if rule == "null key" else sink for rule in sinks.RULES})
+    assert only(found, "Softmax grows") == MEASURED and only(found, "Null key removes") == MEASURED
+    assert only(found, "Entmax-1.5 removes") == REFUTED
+    assert only(made_up("sinks", {f"text: {rule}": none for rule in sinks.RULES}), "Softmax grows") == REFUTED
+
+
+def check_priors(found: Outcomes) -> None:
+    for setting in found.settings:
+        for outcome in found.each(setting):
+            assert len(outcome.result["losses"]) == 3 and all(0 < x < 5 for x in outcome.result["losses"])
+
+
+def test_the_learned_offset_prior_is_a_prior():
+    prior = priors.OffsetPrior(2, 4)
+    torch.nn.init.normal_(prior.log_prior)
+    q, k, v = (torch.randn(1, 2, 7, 8) for _ in range(3))
+    scores = q @ k.mT / 8**0.5
+    for i in range(7):
+        for j in range(7):
+            scores[:, :, i, j] += prior.log_prior[:, min(max(i - j, 0), 3)] if j <= i else -math.inf
+    torch.testing.assert_close(prior(q, k, v, True), scores.softmax(-1) @ v)
+    assert priors.slopes(8).tolist() == [2.0**-n for n in range(1, 9)]
+
+
+def test_priors_can_go_either_way():
+    def results(*rise):
+        return [{"losses": [2.0 + n / 10, 2.0 + n / 10 + r, 2.0 + n / 10 + 2 * r]} for n, r in enumerate(rise)]
+
+    found = made_up(
+        "priors",
+        {
+            "uniform": results(0.3, 0.31, 0.29),
+            "ALiBi": results(-0.01, -0.012, -0.011),
+            "learned offsets": results(0.2, -0.2, 0.1),
+        },
+    )
+    assert only(found, "uniform", "at 4x") == MEASURED and only(found, "With ALiBi", "at 2x") == MEASURED
+    assert only(found, "learned offsets", "at 2x") == NOT_SIGNIFICANT
+    failing = made_up("priors", dict.fromkeys(("uniform", "ALiBi", "learned offsets"), results(0.3, 0.31, 0.29)))
+    assert only(failing, "With ALiBi", "at 4x") == REFUTED
+
+
+def check_baseline(found: Outcomes) -> None:
+    ours, theirs = (found.each(s)[0] for s in ("regard", "stock SDPA"))
+    for a, b in zip(ours.metrics, theirs.metrics, strict=True):
+        assert a["val"] == pytest.approx(b["val"], abs=2e-3)  # the same model, the same batches
+    assert not ours.result["shakespeare"]
+    ratios = found.each("time")[0].result["ratios"]
+    assert list(ratios) == ["32", "64"] and all(r > 0 for rs in ratios.values() for r in rs)
+
+
+def test_baseline_can_go_either_way():
+    def results(*values, shakespeare=True):
+        return [{"val": v, "shakespeare": shakespeare} for v in values]
+
+    def race(*medians):
+        return [{"ratios": {str(n): [m, m, m] for n in load("baseline").full["lengths"]}} for m in medians]
+
+    same = {"regard": results(1.88, 1.89, 1.87), "stock SDPA": results(1.88, 1.891, 1.869)}
+    found = made_up("baseline", {**same, "time": race(0.9, 0.91, 0.92)})
+    assert set(found.values()) == {MEASURED} and len(found) == 4
+    slow = made_up("baseline", {**same, "time": race(1.5, 1.52, 1.49)})
+    assert only(slow, "T = 256") == REFUTED
+    other = made_up(
+        "baseline", {"regard": results(2.2, 2.21, 2.19), "stock SDPA": same["stock SDPA"], "time": race(1.0, 1.1, 0.9)}
+    )
+    assert only(other, "Validation loss 1.88") == REFUTED and only(other, "learns what it learns") == REFUTED
+    assert only(other, "T = 512") == NOT_SIGNIFICANT
+    assert baseline.median([3.0, 1.0, 2.0]) == 2 and baseline.median([1.0, 2.0]) == 1.5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_quick_profile(name):
+    experiment = load(name)
+    assert experiment.name == name and experiment.question.endswith("?") and experiment.source and experiment.about
+    assert experiment.quick.keys() == experiment.full.keys()
+    assert len(set(experiment.settings(experiment.full))) == len(experiment.settings(experiment.full))
+    found = quick(name)
+    concluded = experiment.conclude(found)
+    assert concluded.verdicts and concluded.tables and concluded.figures
+    assert all(v.verdict in VERDICTS for v in concluded.verdicts)
+    assert all(len(row) == len(table.header) for table in concluded.tables for row in table.rows)
+    globals()[f"check_{name}"](found)

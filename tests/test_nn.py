@@ -1,0 +1,379 @@
+"""`regard.nn`: PyTorch's MultiheadAttention again, learned temperatures, the transformer and its broken variants."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import regard
+from regard import KL, ALiBi, Causal, FDivergence, Rows, Transport, Tsallis
+from regard.nn import MultiheadAttention, Temperature, Transformer
+from regard.nn.transformer import Block
+from regard.nn.variants import VARIANTS, mask_to_zero, no_mask, no_scaling, no_shift, raw_dot_products, relu_features
+
+B, T, S, E, H = 2, 5, 7, 12, 3
+
+
+def both(**kwargs):
+    """PyTorch's module and ours with its weights, in float64 (biases other than 0)."""
+    torch.manual_seed(0)
+    theirs = nn.MultiheadAttention(E, H, dtype=torch.float64, **kwargs)
+    for parameter in theirs.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter)
+    ours = MultiheadAttention(E, H, dtype=torch.float64, **kwargs)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    return theirs, ours
+
+
+def gradients(module, inputs, call):
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    out, weights = module(*inputs, **call)
+    loss = (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum()
+    if weights is not None:
+        loss = loss + (weights * torch.linspace(-1, 2, weights.numel(), dtype=out.dtype).view_as(weights)).sum()
+    loss.backward()
+    return out, weights, [x.grad for x in inputs], {n: p.grad for n, p in module.named_parameters()}
+
+
+def inputs(kdim=E, vdim=E, batch_first=True, batched=True):
+    found = [torch.randn(B, n, e, dtype=torch.float64) for n, e in ((T, E), (S, kdim), (S, vdim))]
+    if not batched:
+        return [x[0] for x in found]
+    return found if batch_first else [x.transpose(0, 1) for x in found]
+
+
+forbidden = torch.rand(T, S) < 0.3
+forbidden[:, 2] = False
+padding = torch.zeros(B, S, dtype=torch.bool)
+padding[1, 4:] = True
+CALLS = {
+    "weights": {},
+    "weights per head": {"average_attn_weights": False},
+    "no weights": {"need_weights": False},
+    "bool mask": {"attn_mask": forbidden},
+    "float mask": {"attn_mask": torch.linspace(-2, 2, T * S, dtype=torch.float64).view(T, S), "need_weights": False},
+    "mask per head": {"attn_mask": forbidden.repeat(B * H, 1, 1)},
+    "padding": {"key_padding_mask": padding, "need_weights": False},
+    "both": {"attn_mask": forbidden, "key_padding_mask": padding},
+    "float padding": {
+        "attn_mask": torch.zeros(T, S, dtype=torch.float64).masked_fill(forbidden, -math.inf),
+        "key_padding_mask": torch.zeros(B, S, dtype=torch.float64).masked_fill(padding, -math.inf),
+    },
+}
+KINDS = {
+    "plain": {"batch_first": True},
+    "sequence first": {},
+    "no bias": {"bias": False, "batch_first": True},
+    "own sizes": {"kdim": 8, "vdim": 6, "batch_first": True},
+    "added keys": {"add_bias_kv": True, "add_zero_attn": True, "batch_first": True},
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_multihead_attention_is_pytorchs(kind, call):
+    theirs, ours = both(**kind)
+    given = inputs(kind.get("kdim", E), kind.get("vdim", E), kind.get("batch_first", False))
+    for wanted, found in zip(gradients(theirs, given, call), gradients(ours, given, call), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_multihead_attention_without_a_batch():
+    theirs, ours = both()
+    given = inputs(batched=False)
+    call = {"key_padding_mask": padding[1], "average_attn_weights": False}
+    for wanted, found in zip(gradients(theirs, given, call), gradients(ours, given, call), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_causal_hint_with_and_without_its_mask(need_weights, added):
+    theirs, ours = both(batch_first=True, add_zero_attn=added)
+    x = torch.randn(B, T, E, dtype=torch.float64)
+    causal = torch.ones(T, T, dtype=torch.bool).triu(1)
+    wanted = theirs(x, x, x, attn_mask=causal, need_weights=need_weights)
+    for mask in (None, causal):
+        found = ours(x, x, x, attn_mask=mask, is_causal=True, need_weights=need_weights)
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_multihead_attention_solves_its_problem():
+    _, ours = both(batch_first=True)
+    x = torch.randn(B, T, E, dtype=torch.float64)
+    ours.problem = Transport(Tsallis(1.5), prior=Causal())
+    out, weights = ours(x, x, x, average_attn_weights=False)
+    assert (weights.triu(1) == 0).all() and (weights == 0).sum() > B * H * T * (T - 1) / 2
+    torch.testing.assert_close(weights.sum(-1), torch.ones(B, H, T, dtype=torch.float64))
+    v = (x @ ours.in_proj_weight[2 * E :].T + ours.in_proj_bias[2 * E :]).unflatten(2, (H, -1)).transpose(1, 2)
+    torch.testing.assert_close(out, ours.out_proj((weights @ v).transpose(1, 2).flatten(2)))
+
+
+class Learned(nn.Module):
+    def __init__(self, heads):
+        super().__init__()
+        self.temperature = Temperature(heads)
+        self.sink = nn.Parameter(torch.zeros(heads))
+
+    def forward(self):
+        return Transport(KL(), marginal=Rows(sink=self.sink), temperature=self.temperature())
+
+
+def test_a_learned_problem_is_part_of_the_module():
+    learned = Learned(H)
+    module = MultiheadAttention(E, H, batch_first=True, problem=learned)
+    assert {"problem.sink", "problem.temperature.log_temperature"} < set(module.state_dict())
+    x = torch.randn(B, T, E)
+    module(x, x, x, is_causal=True, need_weights=False)[0].square().sum().backward()
+    assert all(p.grad.abs().sum() > 0 for p in learned.parameters())
+
+
+def test_an_encoder_layer_cannot_pass_it_by():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(E, 2, 16, batch_first=True).eval()
+    x, before = torch.randn(B, T, E), None
+    for problem in (None, Transport(Tsallis(2.0), temperature=0.1)):
+        ours = MultiheadAttention(E, 2, batch_first=True, problem=problem)
+        ours.load_state_dict(layer.self_attn.state_dict())
+        with torch.no_grad():
+            before = layer(x) if before is None else before
+            layer.self_attn = ours.eval()
+            after = layer(x)
+        assert torch.allclose(before, after, atol=1e-5) == (problem is None)
+
+
+def test_a_query_without_keys_gets_only_the_bias():
+    _, ours = both(batch_first=True)
+    x = torch.randn(B, T, E, dtype=torch.float64)
+    out, weights = ours(x, x, x, key_padding_mask=torch.ones(B, T, dtype=torch.bool))
+    assert torch.equal(out, ours.out_proj.bias.expand_as(out)) and (weights == 0).all()
+
+
+def test_multihead_attention_says_what_is_wrong():
+    module = MultiheadAttention(E, H, batch_first=True)
+    x = torch.randn(B, T, E)
+    with pytest.raises(ValueError, match=r"attn_mask: expected shape \[5, 5\] or \[6, 5, 5\], got \[4, 5\]"):
+        module(x, x, x, attn_mask=torch.zeros(4, 5))
+    with pytest.raises(ValueError, match=r"key_padding_mask: expected shape \[2, 5\], got \[5, 2\]"):
+        module(x, x, x, key_padding_mask=torch.zeros(5, 2, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"key: expected shape .* got \[5, 12\]"):
+        module(x, x[0], x)
+    with pytest.raises(TypeError, match="problem: expected a Transport"):
+        MultiheadAttention(E, H, problem="softmax")
+
+
+def test_temperature():
+    tau = Temperature(4)
+    assert torch.equal(tau(), torch.ones(4, 1, 1)) and Temperature(2, init=3.0)()[1].item() == pytest.approx(3)
+    tau.log_temperature.data -= 100
+    assert (tau() > 0).all()
+    with pytest.raises(ValueError, match="init: expected a positive"):
+        Temperature(4, init=0.0)
+
+
+# --- the transformer --------------------------------------------------------------------------------------------------
+
+SMALL = {"vocabulary": 11, "length": 16, "layers": 2, "heads": 2, "width": 16}
+
+
+def small(**kwargs) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(**SMALL, **kwargs)
+
+
+tokens = torch.randint(11, (3, 17), generator=torch.Generator().manual_seed(1))
+
+
+def leak(model: Transformer) -> float:
+    """How much the logits before the last position answer to the last token."""
+    other = tokens[:, :16].clone()
+    other[:, -1] = (other[:, -1] + 1) % 11
+    with torch.no_grad():
+        return float((model(other) - model(tokens[:, :16]))[:, :-1].abs().max())
+
+
+def test_the_transformer_is_written_as_the_equations_say():
+    model = small(init="unit").double()
+    h = model.token(tokens[:, :-1]) + model.position.weight
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        q, k, v = block.attention.into(block.norms[0](h)).chunk(3, -1)
+        q, k, v = (t.unflatten(2, (2, 8)).transpose(1, 2) for t in (q, k, v))
+        scores = (q @ k.mT / 8**0.5).masked_fill(torch.ones(16, 16, dtype=torch.bool).triu(1), -math.inf)
+        h = h + block.attention.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        h = h + block.mlp(block.norms[1](h))
+    logits = model.norm(h) @ model.token.weight.T
+    torch.testing.assert_close(model(tokens[:, :-1]), logits)
+    wanted = -logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).mean()
+    torch.testing.assert_close(model.loss(tokens), wanted)
+
+
+PROBLEMS = {
+    "softmax": None,
+    "entmax": Transport(Tsallis(1.5)),
+    "alibi": Transport(prior=ALiBi(torch.tensor([0.5, 0.1]))),
+    "by layer": lambda layer: Transport(temperature=1.0 + layer),
+    "learned": lambda layer: Learned(2),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+def test_any_problem_is_causal_and_learns(problem):
+    model = small(problem=problem)
+    assert leak(model) == 0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    before = model.loss(tokens).item()
+    for _ in range(20):
+        optimizer.zero_grad()
+        model.loss(tokens).backward()
+        optimizer.step()
+    assert model.loss(tokens).item() < before - 0.1
+    assert all(p.grad is not None for p in model.parameters())
+    problems = model.problems()
+    assert (problems[0] is None) == (problem is None)
+
+
+def test_heads_are_what_attention_gets():
+    seen = []
+
+    def attention(q, k, v, is_causal):
+        seen.append((q, k, v))
+        return regard.attention(q, k, v, is_causal=is_causal)
+
+    with torch.no_grad():
+        model = small(attention=attention)
+        model(tokens[:, :-1])
+        expected = list(seen)
+    torch.testing.assert_close(model.heads(tokens[:, :-1]), expected)
+
+
+def test_a_module_is_copied_for_each_layer():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tau = Temperature(2)
+
+        def forward(self, q, k, v, is_causal):
+            return regard.attention(q, k, v, is_causal=is_causal, problem=Transport(temperature=self.tau()))
+
+    model = small(attention=Own())
+    assert sum("log_temperature" in name for name, _ in model.named_parameters()) == 2
+    assert leak(model) == 0
+
+
+def test_weights_go_through_safetensors(tmp_path):
+    model = small(problem=lambda layer: Learned(2), tied=False)
+    model.save(tmp_path / "model.safetensors")
+    torch.manual_seed(9)
+    other = Transformer(**SMALL, problem=lambda layer: Learned(2), tied=False)
+    assert not torch.equal(other(tokens[:, :-1]), model(tokens[:, :-1]))
+    other.load(tmp_path / "model.safetensors")
+    assert torch.equal(other(tokens[:, :-1]), model(tokens[:, :-1]))
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        small(tied=False).load(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize(("init", "expected"), [(0.02, 0.02**2 * 128), ("pytorch", 1 / 3), ("unit", 1.0)])
+def test_init_sets_the_spread_of_queries_and_keys(init, expected):
+    torch.manual_seed(0)
+    model = Transformer(31, 32, layers=2, heads=2, width=128, init=init)
+    for q, k, _ in model.heads(torch.randint(31, (8, 32))):
+        assert q.var().item() == pytest.approx(expected, rel=0.25)
+        assert k.var().item() == pytest.approx(expected, rel=0.25)
+
+
+def test_qk_norm_bounds_the_scores():
+    model = small(init="unit", qk_norm=True)
+    for q, k, _ in model.heads(tokens[:, :-1]):
+        assert q.norm(dim=-1).max() <= 8**0.5 * 1.001 and k.norm(dim=-1).max() <= 8**0.5 * 1.001
+
+
+def test_generation():
+    model = small(init="unit")
+    assert torch.equal(model.generate(tokens[:, :4], 20, temperature=0.0)[:, :4], tokens[:, :4])
+    greedy = model.generate(tokens[:, :4], 3, temperature=0.0)
+    assert torch.equal(greedy[:, 4], model(tokens[:, :4])[:, -1].argmax(-1))
+    draws = [model.generate(tokens, 20, 2.0, torch.Generator().manual_seed(5)) for _ in range(2)]
+    assert torch.equal(*draws) and draws[0].shape == (3, 37)
+    counts = torch.bincount(model.generate(tokens[:1, :4].expand(4000, 4), 1)[:, -1], minlength=11) / 4000
+    torch.testing.assert_close(counts, model(tokens[:1, :4])[0, -1].softmax(-1), atol=0.03, rtol=0)
+
+
+def test_the_transformer_says_what_is_wrong():
+    with pytest.raises(ValueError, match="width: expected a multiple of heads=3, got 16"):
+        Transformer(11, 16, heads=3, width=16)
+    with pytest.raises(ValueError, match="attention: expected None with a problem"):
+        small(problem=Transport(), attention=no_scaling)
+    with pytest.raises(ValueError, match="tokens: expected at most length=16 positions, got 17"):
+        small()(tokens)
+    with pytest.raises(ValueError, match=r"init: expected a positive number"):
+        small(init="big")
+    with pytest.raises(TypeError, match=r"problem\(1\): expected a Transport"):
+        small(problem=lambda layer: "softmax" if layer else None)
+
+
+# --- the variants -----------------------------------------------------------------------------------------------------
+
+torch.manual_seed(3)
+q, k, v = (torch.randn(2, 2, 70, 4, dtype=torch.float64) for _ in range(3))
+CAUSAL = torch.ones(70, 70, dtype=torch.bool).tril()
+
+
+def test_variants_give_what_their_names_say():
+    s = q @ k.mT / 2
+    positive = s.relu().where(CAUSAL, 0.0)
+    expected = {
+        "raw_dot_products": s.where(CAUSAL, 0.0),
+        "row_sum_normalisation": s.where(CAUSAL, 0.0) / s.where(CAUSAL, 0.0).sum(-1, keepdim=True),
+        "relu_normalisation": (positive / positive.sum(-1, keepdim=True)).nan_to_num(0.0),
+        "mask_to_zero": s.where(CAUSAL, 0.0).softmax(-1),
+        "no_mask": s.softmax(-1),
+        "no_scaling": (2 * s).where(CAUSAL, -math.inf).softmax(-1),
+        "no_shift": s.where(CAUSAL, -math.inf).softmax(-1),
+    }
+    for name, weights in expected.items():
+        torch.testing.assert_close(VARIANTS[name](q, k, v, True), weights @ v, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_relu_features_are_a_plan_of_their_own(is_causal):
+    features = q.relu() @ k.relu().mT
+    weights = features.where(CAUSAL, 0.0) if is_causal else features
+    weights = (weights / weights.sum(-1, keepdim=True)).nan_to_num(0.0)
+    torch.testing.assert_close(relu_features(q, k, v, is_causal), weights @ v)
+
+
+def test_relu_features_are_linear_in_the_length():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def flops(T):
+        x = torch.randn(1, 1, T, 8)
+        with FlopCounterMode(display=False) as counter:
+            relu_features(x, x, x, True)
+        return counter.get_total_flops()
+
+    assert flops(4096) == pytest.approx(4 * flops(1024), rel=0.1)
+
+
+def test_raw_dot_products_are_the_optimum_without_sign_and_rows():
+    # L2 without p >= 0, and no marginal: the link is the identity, p = s.
+    problem = Transport(
+        FDivergence(lambda x: x.square() / 2, lambda t: t, torch.ones_like), marginal=regard.Free(), prior=Causal()
+    )
+    torch.testing.assert_close(
+        raw_dot_products(q, k, v, True), regard.attention(q, k, v, problem=problem, backend="torch")
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_which_variants_leak(variant):
+    leaks = leak(small(attention=VARIANTS[variant], init="unit"))
+    assert (leaks > 1e-3) if VARIANTS[variant] in (mask_to_zero, no_mask) else (leaks == 0)
+
+
+def test_no_shift_overflows_where_softmax_does_not():
+    big = torch.full((1, 1, 2, 4), 10.0)
+    assert no_shift(big, big, big, True).isnan().all()
+    assert no_scaling(big, big, big, True).isfinite().all()
