@@ -30,7 +30,7 @@ except ModuleNotFoundError as error:
 
 from .operator import attention
 from .parts import describe
-from .problem import Causal, Documents, Prior, Rows, Transport, Window
+from .problem import Causal, Documents, Prior, Rows, RowsAndColumns, Transport, Window
 
 # Read elsewhere in a model, or only by other implementations: they do not change what this attention must compute.
 HARMLESS = frozenset(
@@ -57,6 +57,7 @@ def register(name: str = "regard", problem: Transport | None = None) -> str:
     """Make `attn_implementation=name` solve this problem (None: softmax, as the stock implementations); gives the name.
 
     What a model says of its attention (masks, windows, sinks, softcap, position biases) multiplies into the problem.
+    RowsAndColumns is for models that read both ways (a causal one raises); positions that are padding take no part.
     """
     if not isinstance(name, str):
         raise TypeError(f"name: expected a str, got {describe(name)}")
@@ -159,6 +160,8 @@ def as_call(
         mask = attention_mask.dense() if isinstance(attention_mask, StructuredMask) else attention_mask
         if mask.dtype != torch.bool:
             mask = forbidding(mask)
+    if attention_mask is not None and problem is not None and isinstance(problem.marginal, RowsAndColumns):
+        factors += _idle_queries(module, attention_mask, mask, Tq, Tk)
     if Tk != key.shape[2]:
         key, value = key[:, :, :Tk], value[:, :, :Tk]
         position_bias = position_bias[..., :Tk] if position_bias is not None else None
@@ -181,6 +184,22 @@ def as_call(
         "problem": _with(problem, factors, s_aux),
         "softcap": softcap,
     }
+
+
+def _idle_queries(module: nn.Module, given: Tensor, mask: Tensor | None, Tq: int, Tk: int) -> list[Prior]:
+    """With both marginals padding must not ship mass either: where a sequence attends to itself, a position that
+    nobody may read is padding, and no query."""
+    if Tq != Tk or getattr(module, "is_cross_attention", False):
+        return []
+    if mask is None:
+        assert isinstance(given, StructuredMask)
+        if given.padding is None:
+            return []
+        real = given.padding[:, :Tk]
+    else:
+        allowed = mask if mask.dtype == torch.bool else mask != -math.inf
+        real = allowed.expand(*allowed.shape[:2], Tq, Tk).any(2).any(1)
+    return [Documents(real.long() - 1, torch.zeros(Tk, dtype=torch.long, device=real.device))]
 
 
 def forbidding(mask: Tensor) -> Tensor:

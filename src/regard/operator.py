@@ -102,7 +102,7 @@ def attention(
     return out, AuxOutput(**{name: _unfold(results[name], query, key, value) for name in statistics})
 
 
-@torch.compiler.disable
+@torch.compiler.disable(reason="RowsAndColumns: the number of passes depends on the data")
 def _outside_the_graph(*args: Any, **kwargs: Any) -> Any:
     """`attention` where its number of passes depends on the data: a compiler breaks its graph here."""
     return attention(*args, **kwargs)

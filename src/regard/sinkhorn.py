@@ -214,6 +214,11 @@ class Marginals:
     def detached(self) -> Marginals:
         """In float64, without a gradient: what the solver works on."""
         row, column, kappa = (t.detach().double() for t in (self.row, self.column, self.kappa))
+        groups = self.groups
+        if self.balanced:  # totals that differ by a rounding could not be met to more
+            received = groups.total(column, groups.keys)
+            share = groups.total(row, groups.queries) / torch.where(received > 0, received, 1.0)
+            column = column * groups.each(share, groups.keys)
         return Marginals(row, column, kappa, self.groups, self.complete)
 
     @property
@@ -394,9 +399,7 @@ class Solver:
             # A step that was no good: back to the plain one from the last good point, and the memory is lost.
             best, lowest = torch.where(good, share, best), torch.where(good, dual, lowest)
             plain = torch.where(marginals.live, (received - marginals.column.log()) / (1 + kappa), 0.0)
-            step = plain - gamma
-            if marginals.balanced:
-                step = marginals.level(step, weight)
+            step = marginals.level(plain - gamma, weight) if marginals.balanced else self._settled(plain, kappa) - gamma
             slot = number % _MEMORY
             known = (good & ~fresh)[..., None]
             moves[:, :, slot] = torch.where(known, gamma - before[0], 0.0)
@@ -410,6 +413,17 @@ class Solver:
             fresh = ~good
             gamma = torch.where(done[..., None], gamma, following)
         return Found(final[0], final[1].abs(), final[2], iterations, coarse)
+
+    def _settled(self, gamma: Tensor, kappa: Tensor) -> Tensor:
+        """Relaxed prices, all moved by as much as makes what a document's keys ask for what its queries ship: the one
+        direction in which Sinkhorn's own steps are slow where rho is large."""
+        groups = self.marginals.groups
+        asked = groups.total(self.marginals.target(gamma, kappa), groups.keys)
+        shipped = groups.total(self.marginals.row, groups.queries)
+        both = (asked > 0) & (shipped > 0)
+        ratio = torch.where(both, shipped, 1.0) / torch.where(both, asked, 1.0)
+        shift = ratio.log() / torch.where(kappa > 0, kappa, 1.0)
+        return torch.where(self.marginals.live, gamma + groups.each(shift, groups.keys), 0.0)
 
     def share(self, residual: Tensor) -> Tensor:
         groups = self.marginals.groups
@@ -622,7 +636,6 @@ def _unrolled(backend: str, form: Form, marginals: Marginals, iterations: int) -
 _SCALED = ("max_weight", "first_key_mass", "mass", "cost")  # proportional to what a row ships
 
 
-@torch.compiler.disable
 def run(backend: str, form: Form, names: tuple[str, ...], settings: RowsAndColumns) -> dict[str, Tensor]:
     """Output and statistics; `statistics` says what each is, and what follows is how the one-sided plan gives it."""
     solved = reduce(backend, form, settings)

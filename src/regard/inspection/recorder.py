@@ -21,7 +21,7 @@ from ..form import lower
 from ..operator import attention
 from ..parts import describe
 from ..plan import weights_at
-from ..problem import Documents, Prior, Rows, Transport, Window
+from ..problem import Documents, Prior, Rows, RowsAndColumns, Transport, Window
 from ..regularizers import KL
 from ..statistics import NAMES, AuxRequest
 from .result import DERIVED, PATTERNS, Inspection, Layer, position_bins
@@ -322,7 +322,8 @@ class _Recorder:
         problem = call["problem"] or Transport()
         plain = isinstance(problem.regularizer, KL)
         wanted = {*statistics, "max_scores", "entropy", *(("support",) if plain else ())}
-        if real is not None:
+        columns = isinstance(problem.marginal, RowsAndColumns)  # whose padding takes no part
+        if real is not None and not columns:
             wanted.discard("key_mass")
         out, aux = attention(**call, return_aux=AuxRequest(**dict.fromkeys(wanted, True)))
         if torch._C._current_graph_task_id() != -1:  # in backward: checkpointing repeats a pass, recorded before

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..backends import torch as definition
 from ..form import lower
 from ..plan import path, topk, weights_at
-from ..problem import Bias, Budget, Transport
+from ..problem import Bias, Budget, RowsAndColumns, Transport
 from .result import _numbers
 
 WINDOW, TOP, QUERIES, PATHS = 48, 8, 24, 8  # keys and queries; keys; queries; queries
@@ -90,8 +90,10 @@ _PARTS = ("windows", "keys", "weights", "entropy", "expected_score")
 
 def _along(call: dict[str, Any], queries: list[int]) -> tuple[list[Any], list[Any]] | None:
     """Mean entropy and expected score of the first sequence's chosen queries at multiples of their temperature, each
-    a list by head; None where the temperature is not one number."""
+    a list by head; None where the temperature is not one number, or a row not a problem of its own."""
     problem = call["problem"] or Transport()
+    if isinstance(problem.marginal, RowsAndColumns):
+        return None
     if isinstance(problem.temperature, Tensor | Budget) or not problem.temperature:
         return None
     form = lower(**call)
