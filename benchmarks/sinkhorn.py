@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import measure
 import torch
@@ -95,7 +96,7 @@ def geomloss(case: Case, iterations: int = 5) -> tuple[Tensor, Prices]:
 
     T = case.query.shape[2]
     cost = -(case.query @ case.key.mT)[0] * case.scale
-    found = ot.solve_batch(cost, reg=case.temperature, max_iter=iterations)
+    found: Any = ot.solve_batch(cost, reg=case.temperature, max_iter=iterations)
     out = T * found.plan @ case.value[0]
     # Its plan is exp((f + g - C)/eps) / T^2.
     return out[None], (case.temperature * math.log(T) - found.potential_a, -found.potential_b)
@@ -136,7 +137,9 @@ def contest(case: Case, rounds: int) -> bool:
 def peak(who: str, T: int, H: int) -> float:
     """MiB beyond the inputs, in a process of its own."""
     command = [sys.executable, __file__, "--peak", who, "--length", str(T), "--heads", str(H)]
-    found = subprocess.run(command, env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}, capture_output=True, text=True)
+    found = subprocess.run(
+        command, env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}, capture_output=True, text=True
+    )
     if found.returncode:
         raise SystemExit(found.stderr)
     return float(found.stdout)
@@ -156,9 +159,9 @@ def main() -> None:
         small = make("attention", 64, 1)
 
         def training(case: Case) -> None:
-            leaves = [t.requires_grad_() for t in (case.query, case.key, case.value)]
+            q, k, v = (t.requires_grad_() for t in (case.query, case.key, case.value))
             problem = Transport(marginal=RowsAndColumns(tolerance=TOLERANCE))
-            regard.attention(*leaves, scale=case.scale, problem=problem).sum().backward()
+            regard.attention(q, k, v, scale=case.scale, problem=problem).sum().backward()
 
         jobs = {
             "regard": ours,
@@ -173,7 +176,9 @@ def main() -> None:
     if options.memory:
         for who in ("regard", "training", "POT", "geomloss"):
             sizes = [peak(who, T, options.heads) for T in (options.length // 2, options.length)]
-            print(f"  {who:<9} {sizes[0]:7.0f} MiB at T = {options.length // 2}, {sizes[1]:7.0f} at T = {options.length}")
+            print(
+                f"  {who:<9} {sizes[0]:7.0f} MiB at T = {options.length // 2}, {sizes[1]:7.0f} at T = {options.length}"
+            )
         return
     reached = True
     for name in options.case or ("attention", "cold", "points"):

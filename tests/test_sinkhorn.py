@@ -1,4 +1,4 @@
-"""Rows and columns: Sinkhorn attention against POT, OTT-JAX and closed forms, its gradient, and what must not happen."""
+"""Rows and columns: Sinkhorn attention against POT, OTT-JAX and closed forms, its gradient, what must not happen."""
 
 import functools
 import math
@@ -42,7 +42,11 @@ def dense(scores, tau=1.0, row=None, column=None, relax=None, steps=20000):
     """Plain Sinkhorn on a stored matrix [..., Tq, Tk], log pi included in scores/tau by the caller."""
     y = scores / tau
     row = torch.ones(scores.shape[:-1], dtype=F64) if row is None else row
-    column = row.sum(-1, keepdim=True).expand(*scores.shape[:-2], scores.shape[-1]) / scores.shape[-1] if column is None else column
+    column = (
+        row.sum(-1, keepdim=True).expand(*scores.shape[:-2], scores.shape[-1]) / scores.shape[-1]
+        if column is None
+        else column
+    )
     g = torch.zeros_like(column)
     damp = 1.0 if relax is None else relax / (relax + tau)
     for _ in range(steps):
@@ -107,7 +111,9 @@ def test_equal_to_ott(epsilon):
     plan = regard.solve(scores, Transport(marginal=tight(row=1 / 8), temperature=epsilon))
     assert (plan.weights - matrix).abs().max() < 1e-8
     value = float(((plan.dual / 8).sum() + (plan.column_dual / 6).sum()).detach())
-    assert math.isclose(value, float(-(matrix * cost).sum() - epsilon * torch.xlogy(matrix, matrix).sum()), rel_tol=1e-7)
+    assert math.isclose(
+        value, float(-(matrix * cost).sum() - epsilon * torch.xlogy(matrix, matrix).sum()), rel_tol=1e-7
+    )
     (gradient,) = torch.autograd.grad((plan.weights * weight).sum(), scores)
     assert (gradient + by_them).abs().max() < 1e-6 * max(1.0, float(by_them.abs().max()))
 
@@ -120,7 +126,14 @@ def test_unbalanced_equal_to_pot():
     """POT relaxes both sides; with the rows held tight its plan is ours."""
     scores, tau, rho = draw(6, 7, seed=6), 0.4, 0.8
     expected = ot.unbalanced.sinkhorn_unbalanced(
-        np.ones(6), np.full(7, 6 / 7), -scores.numpy(), tau, (float("inf"), rho), reg_type="entropy", numItermax=100000, stopThr=1e-14
+        np.ones(6),
+        np.full(7, 6 / 7),
+        -scores.numpy(),
+        tau,
+        (float("inf"), rho),
+        reg_type="entropy",
+        numItermax=100000,
+        stopThr=1e-14,
     )
     plan = regard.solve(scores, Transport(marginal=tight(relax=rho), temperature=tau))
     assert np.abs(plan.weights.numpy() - expected).max() < 1e-8
@@ -180,7 +193,11 @@ def test_gradient_of_everything(how, backend):
         chosen = dict(SETTINGS[how])
         if "relax" in chosen:
             chosen["relax"] = rho
-        problem = Transport(prior=Bias(bias) * ALiBi(slopes, "top_left"), marginal=tight(row=row, column=column, **chosen), temperature=tau)
+        problem = Transport(
+            prior=Bias(bias) * ALiBi(slopes, "top_left"),
+            marginal=tight(row=row, column=column, **chosen),
+            temperature=tau,
+        )
         out, aux = regard.attention(
             query, key, value, attn_mask=mask, problem=problem, enable_gqa=True, softcap=4.0, backend=backend,
             return_aux=AuxRequest(lse=True, entropy=True),
@@ -307,9 +324,11 @@ def test_priors_masks_and_shapes_against_the_stored_plan(backend):
     temperature = tau.view(4, 1, 1)
     p = dense(scores / temperature + log_prior)
     assert (out - p @ values).abs().max() < 1e-8
+
     # Statistics by their words.
     def xlogp(x):
         return torch.xlogy(p, p).sum(-1)
+
     admissible = p > 0
     finite = torch.where(admissible, scores, 0.0)
     assert (aux.entropy + xlogp(p)).abs().max() < 1e-8
@@ -322,7 +341,9 @@ def test_priors_masks_and_shapes_against_the_stored_plan(backend):
     assert (aux.value - value).abs().max() < 1e-8
     prior_mass = torch.where(admissible, log_prior, -math.inf).logsumexp(-1)
     assert (aux.kl - ((torch.xlogy(p, p) - p * log_pi).sum(-1) + prior_mass)).abs().max() < 1e-8
-    assert (aux.lse - torch.where(admissible, scores / temperature + log_prior, -math.inf).logsumexp(-1)).abs().max() < 1e-9
+    assert (
+        aux.lse - torch.where(admissible, scores / temperature + log_prior, -math.inf).logsumexp(-1)
+    ).abs().max() < 1e-9
     prices = (finite - aux.dual[..., None] - aux.column_dual[:, :, None]) / temperature[..., :] + log_pi
     assert (torch.where(admissible, prices.exp(), 0.0) - p).abs().max() < 1e-8
     spread = (p * (values**2).sum(-1)[:, :, None]).sum(-1) - (out**2).sum(-1)
@@ -333,7 +354,9 @@ def test_priors_masks_and_shapes_against_the_stored_plan(backend):
     weights, _ = regard.topk(q, k, 3, **plan)
     assert (weights - p.topk(3, -1).values).abs().max() < 1e-8
     pooled = p.unflatten(-1, (2, 4)).sum(-1)
-    assert (regard.block_mass(q, k, 4, **plan) - torch.stack([pooled[:, :, :4].mean(2), pooled[:, :, 4:].mean(2)], 2)).abs().max() < 1e-8
+    assert (
+        regard.block_mass(q, k, 4, **plan) - torch.stack([pooled[:, :, :4].mean(2), pooled[:, :, 4:].mean(2)], 2)
+    ).abs().max() < 1e-8
 
 
 @by_backend
@@ -387,7 +410,9 @@ def test_documents_do_not_know_of_one_another_and_padding_takes_no_part(backend)
         alone = [t.detach()[:, :, where].requires_grad_() for t, where in ((q, i), (k, j), (v, j))]
         by_itself = regard.attention(*alone, problem=Transport(marginal=tight()), backend=backend)
         assert (out[:, :, i] - by_itself).abs().max() < 1e-9
-        for g, own, where in zip(gradients, torch.autograd.grad(by_itself.square().sum(), alone), (i, j, j), strict=True):
+        for g, own, where in zip(
+            gradients, torch.autograd.grad(by_itself.square().sum(), alone), (i, j, j), strict=True
+        ):
             assert (g[:, :, where] - own).abs().max() < 1e-8
 
 
@@ -395,7 +420,9 @@ def test_padding_by_a_bool_mask():
     q, k, v = draw(2, 2, 6, 4), draw(2, 2, 6, 4, seed=1), draw(2, 2, 6, 3, seed=2)
     real = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
     mask = real[:, None, None] & real[:, None, :, None]
-    out, aux = regard.attention(q, k, v, mask, problem=Transport(marginal=tight()), return_aux=AuxRequest(key_mass=True))
+    out, aux = regard.attention(
+        q, k, v, mask, problem=Transport(marginal=tight()), return_aux=AuxRequest(key_mass=True)
+    )
     alone = regard.attention(q[1:, :, :4], k[1:, :, :4], v[1:, :, :4], problem=Transport(marginal=tight()))
     assert (out[1:, :, :4] - alone).abs().max() < 1e-9
     assert (aux.key_mass - real[:, None].double()).abs().max() < 1e-9
@@ -404,7 +431,9 @@ def test_padding_by_a_bool_mask():
 def test_empty_problems():
     problem = Transport(marginal=RowsAndColumns())
     for Tq, Tk in ((0, 4), (4, 0)):
-        out = regard.attention(torch.ones(1, 2, Tq, 3), torch.ones(1, 2, Tk, 3), torch.ones(1, 2, Tk, 3), problem=problem)
+        out = regard.attention(
+            torch.ones(1, 2, Tq, 3), torch.ones(1, 2, Tk, 3), torch.ones(1, 2, Tk, 3), problem=problem
+        )
         assert out.shape == (1, 2, Tq, 3) and not out.any()
 
 
@@ -431,6 +460,9 @@ def test_sinkformer(n, backend):
 # --- errors, warnings, refusals ---------------------------------------------------------------------------------------
 
 
+TWO, ONE = torch.tensor([0, 0, 1, 1, 1]), torch.tensor([0, 1, 1, 1, 1])
+
+
 def call(**more):
     q = draw(1, 2, 5, 4)
     return regard.attention(q, q, q, **more)
@@ -452,7 +484,7 @@ def call(**more):
         ({"marginal": RowsAndColumns(column=torch.full((5,), 2.0))}, r"ship, 5, over .* got 10"),
         ({"marginal": RowsAndColumns(relax=torch.tensor(-1.0))}, r"RowsAndColumns\(relax\): expected relax > 0"),
         ({"backend": "sdpa"}, 'backend "sdpa"'),
-        ({"prior": Documents(torch.tensor([0, 0, 1, 1, 1]), torch.tensor([0, 1, 1, 1, 1])), "marginal": RowsAndColumns(column=torch.ones(5))}, "in a document"),
+        ({"prior": Documents(TWO, ONE), "marginal": RowsAndColumns(column=torch.ones(5))}, "in a document"),
     ],
     ids=lambda x: str(x)[:40],
 )  # fmt: skip
@@ -524,7 +556,9 @@ def test_a_part_like_the_others():
     leaves, spec = torch.utils._pytree.tree_flatten(Transport(marginal=part))
     assert leaves[-1] is row or row in leaves
     assert torch.utils._pytree.tree_unflatten(leaves, spec).marginal == part
-    assert Transport(marginal=part) != Transport(marginal=Rows()) and Transport(marginal=Free()) != Transport(marginal=part)
+    assert Transport(marginal=part) != Transport(marginal=Rows()) and Transport(marginal=Free()) != Transport(
+        marginal=part
+    )
 
 
 def test_compiled_with_a_break_in_the_graph():
@@ -536,7 +570,9 @@ def test_compiled_with_a_break_in_the_graph():
     expected = run(q, k, v)
     got = torch.compile(run, backend="aot_eager")(q, k, v)
     assert torch.allclose(got, expected)
-    for a, b in zip(torch.autograd.grad(got.sum(), (q, k, v)), torch.autograd.grad(expected.sum(), (q, k, v)), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(got.sum(), (q, k, v)), torch.autograd.grad(expected.sum(), (q, k, v)), strict=True
+    ):
         assert torch.allclose(a, b, atol=1e-6)
 
 
@@ -578,9 +614,11 @@ def test_models_that_read_both_ways():
         padded = model(ids, attention_mask=mask).last_hidden_state
         alone = model(ids[1:, :5]).last_hidden_state
         assert (padded[1, :5] - alone[0]).abs().max() < 1e-5  # padding neither gives nor takes
-    seen = regard.inspect(model, {"input_ids": ids, "attention_mask": mask}, statistics=["entropy", "key_mass", "value"])
+    seen = regard.inspect(
+        model, {"input_ids": ids, "attention_mask": mask}, statistics=["entropy", "key_mass", "value"]
+    )
     table = seen.to_pandas()
-    assert np.allclose(table["key_mass"], table["key_mass"].iloc[0], atol=1e-4) and table["entropy"].gt(0).all()
+    assert np.allclose(table["key_mass"], table["key_mass"].iloc[0], atol=1e-4) and min(table["entropy"]) > 0
     image = transformers.ViTModel(transformers.ViTConfig(image_size=16, patch_size=4, **sizes))
     image.set_attn_implementation(name)
     image(torch.randn(1, 3, 16, 16)).last_hidden_state.square().sum().backward()

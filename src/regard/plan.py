@@ -219,7 +219,7 @@ def _judge_columns(best: _Columns, p: Tensor, scores: Tensor) -> Certificate:
     for prior in user:
         ratio = ratio - torch.where(p > 0, p * prior, 0.0)
     if best.rows.form.slopes is not None:
-        distance = best.rows.form.distance(*p.shape[2:], p.device).abs()
+        distance = best.rows.form.distance(p.shape[2], p.shape[3], p.device).abs()
         ratio = ratio + p * best.rows.form.slopes * distance
     allowed = best.rows.where_admissible(torch.ones_like(p), 0.0) if p.numel() else p
     allowed = allowed * (a > 0)[..., None] * (b > 0)[:, :, None]

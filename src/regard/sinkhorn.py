@@ -1,8 +1,8 @@
-"""Rows and columns (`RowsAndColumns`): the prices of the keys, found by passes of any backend over the one-sided problem.
+"""Rows and columns (`RowsAndColumns`): the keys' prices, found by passes of any backend over the one-sided problem.
 
 With prices g of the keys the plan is p_ij = pi_ij exp((s_ij - f_i - g_j)/tau). Given gamma = g/tau, exp(-gamma) is one
-more prior over the keys and the rows are attention's own: phi = f/tau = lse - log a. Given phi, the columns are the same
-problem with queries and keys exchanged. So Sinkhorn's iteration is two lse passes, and nothing is ever Tq x Tk:
+more prior over the keys and the rows are attention's own: phi = f/tau = lse - log a. Given phi, the columns are the
+same problem with queries and keys exchanged. So Sinkhorn's iteration is two lse passes, and nothing is ever Tq x Tk:
 
     phi_i = lse_j(s_ij/tau + log pi_ij - gamma_j) - log a_i,        L_j = lse_i(s_ij/tau + log pi_ij - phi_i),
     gamma_j <- (L_j - log b_j) / (1 + kappa),                       kappa = tau/rho (0: no relaxation).
@@ -391,7 +391,9 @@ class Solver:
             better = (share < best) | (dual < lowest - 1e-13 * (1 + lowest.abs()))
             good = fresh | better
             arrived = good & ~(share > tolerance)  # NaN does not get better
-            kept = [torch.where((done | ~good)[..., None], a, b) for a, b in zip(final[:2], (gamma, residual), strict=True)]
+            kept = [
+                torch.where((done | ~good)[..., None], a, b) for a, b in zip(final[:2], (gamma, residual), strict=True)
+            ]
             final = kept[0], kept[1], torch.where(done | ~good, final[2], share)
             done = done | arrived
             if bool(done.all()):
@@ -560,7 +562,7 @@ class Prices(torch.autograd.Function):
 
 @dataclass
 class Solved:
-    """A problem brought to its rows: `form` is the one-sided problem whose plan, each row times `row`, is the answer."""
+    """A problem brought to its rows: the plan of the one-sided `form`, each row times `row`, is the answer."""
 
     form: Form
     row: Tensor | None  # [B, H, Tq] where it is not form.mass
@@ -609,8 +611,8 @@ def _report(found: Found, settings: RowsAndColumns) -> None:
     where = int(missed.sum())
     text = (
         f"RowsAndColumns: after {int(found.iterations.max())} iterations {float(off.max()):.2e} of the mass is in a "
-        f"wrong column (tolerance {settings.tolerance:.0e}) in {where} of {off.numel()} heads: the temperature is small, "
-        f"or masks and marginals leave no plan that meets them"
+        f"wrong column (tolerance {settings.tolerance:.0e}) in {where} of {off.numel()} heads: the temperature is "
+        f"small, or masks and marginals leave no plan that meets them"
     )
     if settings.strict:
         raise RuntimeError(text)
@@ -680,11 +682,9 @@ def _others(
     tau = tau.detach().squeeze(3) if isinstance(tau, Tensor) else tau
     none = found.get("dual", a) == -math.inf
     results = {}
-    if "dual" in names or "value" in names:
-        log_a = torch.where(a > 0, a, 1.0).log()
-        price = found["dual"] + tau * math.log(solved.form.mass) - tau * log_a
-        if "dual" in names:
-            results["dual"] = torch.where(none, found["dual"], price)
+    price = found.get("dual", a) + tau * (math.log(solved.form.mass) - torch.where(a > 0, a, 1.0).log())  # f
+    if "dual" in names:
+        results["dual"] = torch.where(none, found["dual"], price)
     if "value" in names or "kl" in names:  # what the prices of its keys come to, for a row of mass 1
         keys = per_head(rows, gamma)
         paid = own_head(rows, engine.forward(dataclasses.replace(rows, value=keys), ("out",))["out"])
@@ -697,7 +697,7 @@ def _others(
             mean = -found["cost"] / (solved.form.mass * tau)
             total = mean - paid - lse + prior
             results["kl"] = torch.where(found["support"] > 0, total, 0.0).clamp(min=0)
-    if "key_mass" in names and solved.row is not None or "column_residual" in names:
+    if ("key_mass" in names and solved.row is not None) or "column_residual" in names:
         live, queries = marginals.live, a > 0
         lse = engine.forward(rows, ("lse",))["lse"].double()
         phi = torch.where(queries, lse - a.log(), 0.0)
