@@ -39,6 +39,7 @@ from .statistics import DIFFERENTIABLE
 _MEMORY = 20  # steps that Anderson's mixing looks back on
 _FACTOR = 3.0  # from one temperature to the next on the way down
 _WARM = 0.03  # the residual that is good enough on the way
+_PATIENCE = 50  # iterations in float32 that do not halve a residual are enough of it
 _PEAKED = 0.5  # of log n: plans of less entropy are approached from larger temperatures
 NEEDED = ("lse", "entropy", "support")  # the statistics that the solver's own passes ask of a backend
 
@@ -327,7 +328,7 @@ class Solver:
             gamma = warm.gamma * ratio  # g stays, tau falls
         found = self.iterate(gamma, exact, settings.tolerance, settings.max_iterations, lse=None if heats else lse)
         counted += found.iterations
-        if found.wide and not exact:  # as far as float32 could tell: the rest in float64
+        if found.wide:  # as far as float32 could tell: the rest in float64
             found = self.iterate(found.gamma, True, settings.tolerance, settings.max_iterations)
             counted += found.iterations
             found.wide = True
@@ -375,7 +376,7 @@ class Solver:
         fresh = torch.ones(B, H, dtype=torch.bool, device=gamma.device)  # no step before to compare with
         iterations = torch.zeros(B, H, dtype=torch.long, device=gamma.device)
         done, final = ~fresh, (gamma, gamma, best)
-        coarse = False
+        coarse, mark = False, best
         for number in range(limit):
             phi, received = self.sweep(gamma, wide, heat, lse if number == 0 else None)
             target = marginals.target(gamma, kappa)
@@ -398,6 +399,11 @@ class Solver:
             done = done | arrived
             if bool(done.all()):
                 break
+            if not wide and number % _PATIENCE == _PATIENCE - 1:  # rounding keeps float32 from getting better?
+                if not bool((~done & (final[2] < mark / 2)).any()):
+                    coarse = True
+                    break
+                mark = final[2]
             # A step that was no good: back to the plain one from the last good point, and the memory is lost.
             best, lowest = torch.where(good, share, best), torch.where(good, dual, lowest)
             plain = torch.where(marginals.live, (received - marginals.column.log()) / (1 + kappa), 0.0)
