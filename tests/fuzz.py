@@ -35,7 +35,7 @@ from regard import (
     Window,
 )
 
-NAMES = tuple(AuxRequest.__dataclass_fields__)
+NAMES = regard.statistics.NAMES
 SIZES = [0, 1, 1, 2, 3, 7, 8, 16, 23, 24, 25, 47, 48, 49, 96, 97, 130, 193]
 DEPTHS = [1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 40, 64, 65]
 PRIORS = ["causal", "window", "alibi", "documents", "bias", "row bias", "key bias"]

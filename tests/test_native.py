@@ -23,7 +23,7 @@ from regard.backends import native
 engine = pytest.importorskip("regard._native", reason="the native engine was not built")
 pytestmark = pytest.mark.usefixtures("isa", "poison")
 
-NAMES = tuple(name for name in AuxRequest.__dataclass_fields__)
+NAMES = regard.statistics.NAMES
 FACTOR, FLOOR = 4.0, 4e-6
 
 

@@ -9,7 +9,19 @@ from .estimation import Calibration, Estimate, Evidence, calibrate, estimate, ev
 from .inspection import Inspection, Monitor, inspect, watch
 from .operator import Choice, attention, select_backend
 from .plan import Certificate, Path, Plan, block_mass, certify, path, solve, topk, weights_at
-from .problem import ALiBi, Bias, Causal, Documents, Free, MatchEntropy, MatchKL, Rows, Transport, Window
+from .problem import (
+    ALiBi,
+    Bias,
+    Causal,
+    Documents,
+    Free,
+    MatchEntropy,
+    MatchKL,
+    Rows,
+    RowsAndColumns,
+    Transport,
+    Window,
+)
 from .regularizers import KL, FDivergence, FermiDirac, Tsallis
 from .statistics import AuxOutput, AuxRequest
 
@@ -43,6 +55,7 @@ __all__ = [
     "Path",
     "Plan",
     "Rows",
+    "RowsAndColumns",
     "Transport",
     "Tsallis",
     "Window",

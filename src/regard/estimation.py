@@ -18,7 +18,7 @@ from torch import Tensor
 from .checks import concrete, may_be_zero, number
 from .operator import attention
 from .parts import describe, is_integer, is_number
-from .problem import Budget, Rows, Transport
+from .problem import Budget, Rows, RowsAndColumns, Transport
 from .regularizers import KL
 from .statistics import AuxRequest
 
@@ -196,6 +196,8 @@ def evidence(
     """
     level = _check_level(level)
     problem = _transport(problem)
+    if isinstance(problem.marginal, RowsAndColumns):
+        raise ValueError(f"problem: expected rows that are judged one by one, got {problem!r}")
     exponential = isinstance(problem.regularizer, KL)
     if exponential:  # divided by their mass, the rows of every marginal are softmax
         problem = Transport(problem.regularizer, prior=problem.prior, temperature=problem.temperature)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,7 @@ from .problem import (
     Free,
     Prior,
     Rows,
+    RowsAndColumns,
     Transport,
     Window,
 )
@@ -48,7 +50,7 @@ from .regularizers import FDivergence, Regularizer, Tsallis, regularizer_of
 
 @dataclass(eq=False)
 class Form:
-    """A one-sided attention problem, lowered. Optional parts are None, lists empty; a Scalar is a number or a tensor
+    """An attention problem, lowered. Optional parts are None, lists empty; a Scalar is a number or a tensor
     [B|1, H|1, Tq|1, 1]. All fields but the last are numbers, strings, tensors: `ops` derives its schema from them."""
 
     query: Tensor | None = None  # [B, H, Tq, D]
@@ -73,9 +75,12 @@ class Form:
     # the regulariser, the marginal, the temperature
     family: str = "kl"
     alpha: Scalar = 0.0
-    marginal: str = "rows"  # rows, sink, relax or free; `level` is its score b, its rho or its offset
+    marginal: str = "rows"  # rows, sink, relax, free; `level` is its score b, its rho or its offset
     mass: float = 1.0
     level: Scalar = 0.0
+    # ... or columns: rows and columns, whose rho is `level` (0: none). Only `sinkhorn` solves it, by way of rows.
+    row_mass: Tensor | None = None  # [B|1, H|1, Tq|1, 1], in place of `mass`
+    column_mass: Tensor | None = None  # [B|1, H|1, 1, Tk|1]
     temperature: Scalar = 1.0
     hard: bool = False  # some row may have temperature 0
 
@@ -378,6 +383,8 @@ def lower_problem(
     elif isinstance(marginal, Free):
         form.marginal, form.level = "free", row("Free(offset)", marginal.offset)
         check_values("Free(offset)", form.level, "finite numbers", torch.isfinite)
+    elif isinstance(marginal, RowsAndColumns):
+        _lower_columns(form, regularizer, marginal, lead, Tq, Tk, device, row, dtype)
     else:
         raise NotImplementedError(f"problem: no solver for the marginal {marginal!r}")
 
@@ -389,12 +396,63 @@ def lower_problem(
         form.hard = may_be_zero(form.temperature)
     if problem.prior is not None or is_causal:
         _lower_prior(form, problem.prior, lead, Tq, Tk, dtype, device, is_causal)
+    if form.marginal == "columns":
+        _check_columns(form, problem)
     if form.hard and known_hard(form):
         # Keys that take at most pi each (Fermi-Dirac) share by other rules than "the best takes all".
         unlike = form.marginal != "rows" or form.mass != 1 or form.weighted
         if form.marginal == "free" or (regularizer.ceiling < math.inf and unlike):
             raise ValueError(f"temperature: 0 (hard routing) has no meaning for {problem!r}; expected temperature > 0")
     return form
+
+
+def _lower_columns(
+    form: Form,
+    regularizer: Regularizer,
+    marginal: RowsAndColumns,
+    lead: tuple[int, ...],
+    Tq: int,
+    Tk: int,
+    device: torch.device,
+    row: Callable[..., Scalar],
+    dtype: torch.dtype,
+) -> None:
+    if form.family != "kl":
+        raise ValueError(
+            f"problem: RowsAndColumns expects KL(), whose half-steps are in closed form, got {regularizer!r}"
+        )
+    form.marginal = "columns"
+    if isinstance(marginal.row, Tensor):
+        shipped = broadcastable("RowsAndColumns(row)", marginal.row[..., None], lead, Tq, 1, device).to(dtype)
+        check_values("RowsAndColumns(row)", shipped, "finite numbers >= 0", lambda a: (a >= 0) & a.isfinite())
+        form.row_mass = shipped
+    elif marginal.row is not None:
+        form.mass = float(marginal.row)
+    if marginal.column is not None:
+        column = marginal.column if marginal.column.dim() else marginal.column[None]
+        received = broadcastable("RowsAndColumns(column)", column[..., None, :], lead, 1, Tk, device).to(dtype)
+        check_values("RowsAndColumns(column)", received, "finite numbers >= 0", lambda b: (b >= 0) & b.isfinite())
+        form.column_mass = received
+    if marginal.relax is not None:
+        form.level = row("RowsAndColumns(relax)", marginal.relax)
+        check_values("RowsAndColumns(relax)", form.level, "relax > 0", lambda rho: (rho > 0) & rho.isfinite())
+
+
+def _check_columns(form: Form, problem: Transport) -> None:
+    """What a plan with both marginals cannot have: temperatures of single queries, temperature 0, a causal prior."""
+    for name, value in (("temperature", form.temperature), ("RowsAndColumns(relax)", form.level)):
+        if isinstance(value, Tensor) and value.shape[2] > 1:
+            raise ValueError(
+                f"{name}: expected one for all queries of a head under RowsAndColumns ([H, 1, 1], or [B, H, 1, 1]), "
+                f"got shape {list(value.shape)}: a key's price must mean the same to each query"
+            )
+    if form.hard and known_hard(form):
+        raise ValueError(f"temperature: 0 (an assignment problem) has no solver here for {problem!r}; expected > 0")
+    if form.right is not None and form.right <= 0:
+        raise ValueError(
+            "prior: RowsAndColumns refuses a causal prior (Causal, Window with right <= 0, is_causal): what a key "
+            "receives in all depends on later queries, so the columns would read the future"
+        )
 
 
 def _lower_prior(

@@ -36,7 +36,7 @@ from .nn.retrofit import PARAMETERS, Retrofit
 from .nn.stability import entropy_floor
 from .operator import attention
 from .parts import describe
-from .problem import ALiBi, Bias, Budget, Causal, Documents, Prior, Rows, Transport, Window
+from .problem import ALiBi, Bias, Budget, Causal, Documents, Prior, Rows, RowsAndColumns, Transport, Window
 from .regularizers import KL
 from .statistics import AuxOutput, AuxRequest
 
@@ -68,6 +68,7 @@ def register(name: str = "regard", problem: Transport | Features | None = None) 
     What a model says of its attention (masks, windows, sinks, softcap, position biases) multiplies into the problem.
     A module of `regard.features` takes causal and bidirectional models with padding, and refuses the rest; with a cache
     each new token goes over all keys again (`step`, which would not, has no place in transformers' caches).
+    RowsAndColumns is for models that read both ways (a causal one raises); positions that are padding take no part.
     """
     if not isinstance(name, str):
         raise TypeError(f"name: expected a str, got {describe(name)}")
@@ -201,6 +202,8 @@ def as_call(
         mask = attention_mask.dense() if isinstance(attention_mask, StructuredMask) else attention_mask
         if mask.dtype != torch.bool:
             mask = forbidding(mask)
+    if attention_mask is not None and problem is not None and isinstance(problem.marginal, RowsAndColumns):
+        factors += _idle_queries(module, attention_mask, mask, Tq, Tk)
     if Tk != key.shape[2]:
         key, value = key[:, :, :Tk], value[:, :, :Tk]
         position_bias = position_bias[..., :Tk] if position_bias is not None else None
@@ -258,6 +261,22 @@ def as_features_call(call: dict[str, Any]) -> dict[str, Any]:
     if keep is not None and keep.dim() == 2 and keep.shape[0] != batch:
         keep = keep.expand(batch, -1)
     return {name: call[name] for name in ("query", "key", "value", "scale", "enable_gqa")} | {"key_mask": keep} | causal
+
+
+def _idle_queries(module: nn.Module, given: Tensor, mask: Tensor | None, Tq: int, Tk: int) -> list[Prior]:
+    """With both marginals padding must not ship mass either: where a sequence attends to itself, a position that
+    nobody may read is padding, and no query."""
+    if Tq != Tk or getattr(module, "is_cross_attention", False):
+        return []
+    if mask is None:
+        assert isinstance(given, StructuredMask)
+        if given.padding is None:
+            return []
+        real = given.padding[:, :Tk]
+    else:
+        allowed = mask if mask.dtype == torch.bool else mask != -math.inf
+        real = allowed.expand(*allowed.shape[:2], Tq, Tk).any(2).any(1)
+    return [Documents(real.long() - 1, torch.zeros(Tk, dtype=torch.long, device=real.device))]
 
 
 def forbidding(mask: Tensor) -> Tensor:

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from . import budget, ops
+from . import budget, ops, sinkhorn
 from .backends import native, sdpa
 from .backends import torch as definition
 from .form import Form, lower
 from .parts import describe
-from .problem import Budget, Transport
-from .statistics import AuxOutput, requested, undefined
+from .problem import Budget, RowsAndColumns, Transport
+from .statistics import COLUMNS, AuxOutput, requested, undefined
 
 BACKENDS = {"native": native, "sdpa": sdpa, "torch": definition}
 
-# Told of each call's form, budget and output [B, H, Tq, Dv]: empty but where a `Monitor` samples a step.
-observers: list[Callable[[Form, Budget | None, Tensor], None]] = []
+# Told of each call's form, of how to compute more of it (names -> results) and of its output [B, H, Tq, Dv]: empty but
+# where a `Monitor` samples a step.
+observers: list[Callable[[Form, Callable[[tuple[str, ...]], dict[str, Tensor]], Tensor], None]] = []
 
 
 @overload
@@ -83,21 +84,38 @@ def attention(
 
     query [..., H, Tq, D], key [..., Hkv, Tk, D], value [..., Hkv, Tk, Dv] -> [..., H, Tq, Dv] in query's dtype.
     """
+    if problem is not None and torch.compiler.is_compiling() and _columns(problem) is not None:
+        return _outside_the_graph(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+            problem=problem, softcap=softcap, key_scale=key_scale, return_aux=return_aux, backend=backend,
+        )  # fmt: skip
     form = lower(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap, key_scale)
     statistics = requested(return_aux)
     names = ("out", *statistics)
-    to_meet = _budget(problem)
-    results = run(form, names, backend, to_meet)
+    columns, to_meet = _columns(problem), _budget(problem)
+
+    def compute(names: tuple[str, ...], backend: str = "auto") -> dict[str, Tensor]:
+        if columns is None:
+            return run(form, names, backend, to_meet)
+        return sinkhorn.run(_choose_rows(form, names, backend)[0], form, names, columns)
+
+    results = compute(names, backend)
     assert form.query is not None
     out = results["out"]
     for observe in observers:
-        observe(form, to_meet, out)
+        observe(form, compute, out)
     if out.dtype != form.query.dtype:  # which autocast may have changed
         out = out.to(form.query.dtype)
     out = _unfold(out, query, key, value)
     if return_aux is None:
         return out
     return out, AuxOutput(**{name: _unfold(results[name], query, key, value) for name in statistics})
+
+
+@torch.compiler.disable(reason="RowsAndColumns: the number of passes depends on the data")
+def _outside_the_graph(*args: Any, **kwargs: Any) -> Any:
+    """`attention` where its number of passes depends on the data: a compiler breaks its graph here."""
+    return attention(*args, **kwargs)
 
 
 def run(form: Form, names: tuple[str, ...], backend: str = "auto", to_meet: Budget | None = None) -> dict[str, Tensor]:
@@ -114,6 +132,21 @@ def run(form: Form, names: tuple[str, ...], backend: str = "auto", to_meet: Budg
 def _budget(problem: Transport | None) -> Budget | None:
     """What the rows' temperatures are to meet, if they are not given."""
     return problem.temperature if problem is not None and isinstance(problem.temperature, Budget) else None
+
+
+def _columns(problem: Transport | None) -> RowsAndColumns | None:
+    """How to meet the columns, if they are constrained."""
+    return problem.marginal if problem is not None and isinstance(problem.marginal, RowsAndColumns) else None
+
+
+def _choose_rows(form: Form, names: tuple[str, ...], backend: str) -> tuple[str, dict[str, str]]:
+    """The backend for the one-sided passes that solve a plan with both marginals."""
+    for name in names:
+        _refuse_undefined(name, form)
+    rows = sinkhorn.one_sided(form)
+    assert form.query is not None
+    rows.log_priors = [*rows.log_priors, form.query.new_zeros((1, 1, 1, 1), dtype=form.dtype)]  # the keys' prices
+    return _choose(rows, (*(n for n in names if n not in COLUMNS), *sinkhorn.NEEDED), backend)
 
 
 @dataclass(frozen=True)
@@ -143,6 +176,8 @@ def select_backend(
     """Which backend `attention` would take for these arguments, with the reasons against the others."""
     with torch.random.fork_rng(devices=[]):  # lowering draws dropout's seed; asking must not
         form = lower(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap, key_scale)
+    if _columns(problem) is not None:
+        return Choice(*_choose_rows(form, ("out", *requested(return_aux)), backend))
     measured = () if _budget(problem) is None else budget.MEASURED
     return Choice(*_choose(form, ("out", *requested(return_aux), *measured), backend))
 
@@ -150,9 +185,7 @@ def select_backend(
 def _choose(form: Form, names: tuple[str, ...], backend: str) -> tuple[str, dict[str, str]]:
     """The backend, and why each one before it was passed over."""
     for name in names:
-        reason = undefined(name, form)
-        if reason is not None:
-            raise ValueError(f"return_aux: {reason}")
+        _refuse_undefined(name, form)
     if backend != "auto":
         if backend not in BACKENDS:
             known = ", ".join(f'"{name}"' for name in ("auto", *BACKENDS))
@@ -171,6 +204,12 @@ def _choose(form: Form, names: tuple[str, ...], backend: str) -> tuple[str, dict
         return "sdpa", reasons
     reasons["sdpa"] = reason
     return "torch", reasons
+
+
+def _refuse_undefined(name: str, form: Form) -> None:
+    reason = undefined(name, form)
+    if reason is not None:
+        raise ValueError(f"return_aux: {reason}")
 
 
 def _unfold(result: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

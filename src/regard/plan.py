@@ -4,6 +4,7 @@ store (`weights_at`, `topk`, `block_mass`)."""
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -15,9 +16,10 @@ from .backends import native
 from .backends import torch as definition
 from .budget import match, match_scores
 from .checks import concrete
-from .form import Form, lower, lower_problem
-from .parts import describe, is_integer
-from .problem import Budget, Transport
+from .form import Form, compute_dtype, lower, lower_problem
+from .parts import Scalar, describe, is_integer
+from .problem import Budget, RowsAndColumns, Transport
+from .sinkhorn import Marginals, from_scores, one_sided, reduce
 from .statistics import STATISTICS, Solution, primal
 
 # --- solve and certify ------------------------------------------------------------------------------------------------
@@ -32,8 +34,10 @@ class Certificate:
     gap             dual - primal: how much better a plan could be
     row_residual    how far the row is from its marginal (and from p >= 0)
     stationarity    largest distance of a weight from pi g((s - lambda)/tau)
+    column_residual how far each column is from its marginal, [..., Tk]: RowsAndColumns only
 
-    A plan is optimal where all three residuals vanish; primal <= dual holds for plans that meet their marginal.
+    A plan is optimal where all residuals vanish; primal <= dual holds for plans that meet their marginals. The rows of
+    a plan with both marginals are one problem: there primal, dual and gap are one number per plan, [...].
     """
 
     primal: Tensor
@@ -41,40 +45,50 @@ class Certificate:
     gap: Tensor
     row_residual: Tensor
     stationarity: Tensor
+    column_residual: Tensor | None = None
 
     def worst(self) -> dict[str, float]:
-        """The largest absolute gap, row residual and stationarity over all rows (NaN counts as the largest)."""
+        """The largest absolute gap, residuals and stationarity over all rows (NaN counts as the largest)."""
         residuals = {"gap": self.gap, "row_residual": self.row_residual, "stationarity": self.stationarity}
+        if self.column_residual is not None:
+            residuals["column_residual"] = self.column_residual
         return {n: float(r.abs().max()) if r.numel() else 0.0 for n, r in residuals.items()}
 
     def holds(self, tolerance: float = 1e-5) -> bool:
         """Whether every row is optimal within the tolerance (the gap relative to the size of the optimum)."""
         scale = 1 + self.dual.abs().nan_to_num(posinf=0.0)
-        good = (self.gap.abs() <= tolerance * scale) & (self.row_residual <= tolerance)
-        return bool((good & (self.stationarity <= tolerance)).all())
+        good = [self.gap.abs() <= tolerance * scale, self.row_residual <= tolerance, self.stationarity <= tolerance]
+        if self.column_residual is not None:
+            good.append(self.column_residual <= tolerance)
+        return all(bool(part.all()) for part in good)
 
     def __str__(self) -> str:
-        lines = [f"Certificate of {self.primal.numel()} row{'s' if self.primal.numel() != 1 else ''} (worst row)"]
+        n = self.row_residual.numel()
+        lines = [f"Certificate of {n} row{'s' if n != 1 else ''} (worst row)"]
         worst = self.worst()
+        width = 13 if self.column_residual is None else 15
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name in worst:
-                lines.append(f"  {f.name:<13} {worst[f.name]:.3e}")
-            elif value.numel() == 1:
-                lines.append(f"  {f.name:<13} {float(value):.9g}")
-            elif value.numel():
-                lines.append(f"  {f.name:<13} {float(value.min()):.9g} to {float(value.max()):.9g}")
+                lines.append(f"  {f.name:<{width}} {worst[f.name]:.3e}")
+            elif value is not None and value.numel() == 1:
+                lines.append(f"  {f.name:<{width}} {float(value):.9g}")
+            elif value is not None and value.numel():
+                lines.append(f"  {f.name:<{width}} {float(value.min()):.9g} to {float(value.max()):.9g}")
         return "\n".join(lines)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A solved problem: `weights` [..., Tk] or [..., Tq, Tk] and one dual variable per row, both differentiable."""
+    """A solved problem: `weights` [..., Tk] or [..., Tq, Tk] and one dual variable per row, both differentiable.
+
+    With both marginals `column_dual` [..., Tk] has the keys' prices (each document's mean 0, unless relaxed)."""
 
     weights: Tensor
     dual: Tensor
     scores: Tensor
     problem: Transport
+    column_dual: Tensor | None = None
 
     def certificate(self) -> Certificate:
         """Proof of optimality."""
@@ -88,6 +102,12 @@ def solve(scores: Tensor, problem: Transport | None = None) -> Plan:
     """The optimal plan for scores [..., Tk] or [..., H, Tq, Tk], with its dual. Differentiable; stores the plan."""
     problem = Transport() if problem is None else problem
     form, folded = _lower_scores(scores, problem)
+    if isinstance(problem.marginal, RowsAndColumns):
+        columns = _solve_columns(form, folded, problem.marginal)
+        shapes = {"weights": scores.shape, "dual": scores.shape[:-1], "column_dual": _by_key(scores)}
+        found = {name: getattr(columns, name).reshape(shape) for name, shape in shapes.items()}
+        found["weights"] = found["weights"].to(scores.dtype)
+        return Plan(**found, scores=scores, problem=problem)
     if isinstance(problem.temperature, Budget):
         form, hard = match_scores(form, folded, problem.temperature)
         rows = definition.solve_rows(form, folded, order=2)
@@ -109,6 +129,14 @@ def certify(scores: Tensor, weights: Tensor, problem: Transport | None = None) -
         # float64 lives on the CPU for sure.
         on_cpu = pytree.tree_map(lambda t: t.detach().cpu(), problem)
         form, folded = _lower_scores(scores.detach().cpu(), on_cpu, torch.float64)
+        if isinstance(on_cpu.marginal, RowsAndColumns):
+            p = weights.detach().cpu().reshape(folded.shape).double()
+            # Not at the problem's own tolerance: any prices give a bound, and here the best are wanted.
+            closely = replace(on_cpu.marginal, iterations=None, tolerance=1e-10, strict=False)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                best = _solve_columns(form, folded, closely)
+            return _judge_columns(best, p, scores)
         if isinstance(problem.temperature, Budget):
             form, _ = match_scores(form, folded, on_cpu.temperature)
         best = definition.solve_rows(form, folded, order=2)
@@ -152,6 +180,75 @@ def _judge(best: Solution, p: Tensor) -> dict[str, Tensor]:
         "row_residual": row_residual,
         "stationarity": (p - best.weights).abs().amax(-1),
     }
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """A solved plan with both marginals, in full."""
+
+    rows: Solution  # of the one-sided problem at the keys' prices
+    marginals: Marginals
+    temperature: Scalar  # number or [B|1, H|1, 1]
+    relax: Scalar | None
+    weights: Tensor  # [B, H, Tq, Tk]
+    dual: Tensor  # f [B, H, Tq]
+    column_dual: Tensor  # g [B, H, Tk]
+
+
+def _solve_columns(form: Form, scores: Tensor, settings: RowsAndColumns) -> _Columns:
+    form = from_scores(form, scores)
+    solved = reduce("native" if _native_serves(one_sided(form)) else "torch", form, settings)
+    rows = definition.solve_rows(solved.form, scores.to(solved.form.dtype), order=2)
+    a = solved.marginals.row.to(rows.dual.dtype)
+    tau, rho = (t.squeeze(3) if isinstance(t, Tensor) else t for t in (form.temperature, form.level))
+    weights = rows.weights[..., : scores.shape[3]] * (a / solved.form.mass)[..., None]
+    dual = rows.dual.squeeze(-1)
+    dual = torch.where(a > 0, dual + tau * (math.log(solved.form.mass) - torch.where(a > 0, a, 1.0).log()), dual)
+    relax = rho if isinstance(rho, Tensor) or rho > 0 else None
+    narrow = {"weights": weights, "dual": dual, "column_dual": solved.gamma * tau}
+    return _Columns(rows, solved.marginals, tau, relax, **{n: t.to(scores.dtype) for n, t in narrow.items()})
+
+
+def _judge_columns(best: _Columns, p: Tensor, scores: Tensor) -> Certificate:
+    """The same evidence where all rows are one problem: <p, s> - tau sum p log(p/pi), less rho KL(columns || b)."""
+    tau, a, b = best.temperature, best.marginals.row, best.marginals.column
+    f, g = torch.where(a > 0, best.dual, 0.0), best.column_dual
+    received = p.sum(-2)
+    ratio = torch.xlogy(p.clamp(min=0), p.clamp(min=0))
+    user = best.rows.form.log_priors[:-1]  # the last are the keys' prices
+    for prior in user:
+        ratio = ratio - torch.where(p > 0, p * prior, 0.0)
+    if best.rows.form.slopes is not None:
+        distance = best.rows.form.distance(p.shape[2], p.shape[3], p.device).abs()
+        ratio = ratio + p * best.rows.form.slopes * distance
+    allowed = best.rows.where_admissible(torch.ones_like(p), 0.0) if p.numel() else p
+    allowed = allowed * (a > 0)[..., None] * (b > 0)[:, :, None]
+    ratio = torch.where((allowed == 0) & (p > 0), math.inf, ratio)  # mass where there may be none
+    t = torch.as_tensor(tau, dtype=p.dtype)
+    achieved = (p * best.rows.scores).sum((-1, -2)) - (t * ratio.sum(-1)).sum(-1)
+    bound = (a * f).sum(-1)
+    if best.relax is None:
+        bound = bound + (b * g).sum(-1)
+        column_residual = (received - b).abs()
+    else:
+        rho = torch.as_tensor(best.relax, dtype=p.dtype)
+        bound = bound + (rho * b * torch.expm1(g / rho)).sum(-1)
+        spread = torch.xlogy(received, received / torch.where(b > 0, b, 1.0)) - received + b
+        achieved = achieved - (rho * torch.where(b > 0, spread, torch.where(received > 0, math.inf, 0.0))).sum(-1)
+        column_residual = torch.zeros_like(b)
+    lead, by_row = scores.shape[:-2], scores.shape[:-1]
+    return Certificate(
+        primal=achieved.reshape(lead),
+        dual=bound.reshape(lead),
+        gap=(bound - achieved).reshape(lead),
+        row_residual=((-p).clamp(min=0).sum(-1) + (p.sum(-1) - a).abs()).reshape(by_row),
+        stationarity=(p - best.weights).abs().amax(-1).reshape(by_row) if p.numel() else torch.zeros(by_row),
+        column_residual=column_residual.reshape(_by_key(scores)),
+    )
+
+
+def _by_key(scores: Tensor) -> tuple[int, ...]:
+    return (*scores.shape[:-2], scores.shape[-1])
 
 
 def _dual_value(best: Solution) -> Tensor:
@@ -210,6 +307,8 @@ def path(scores: Tensor, temperatures: Tensor | Sequence[float], problem: Transp
     problem = Transport() if problem is None else problem
     if not isinstance(problem, Transport):
         raise TypeError(f"problem: expected a Transport, got {describe(problem)}")
+    if isinstance(problem.marginal, RowsAndColumns):
+        raise NotImplementedError(f"problem: path follows rows one by one, got {problem.marginal!r}")
     try:
         given = torch.as_tensor(temperatures, dtype=None if isinstance(temperatures, Tensor) else torch.float64)
     except (TypeError, ValueError, RuntimeError):
@@ -249,7 +348,7 @@ def weights_at(
     key_scale: Tensor | None = None,
 ) -> Tensor:
     """The weights of chosen keys: integers that broadcast to [..., H, Tq, n] -> [..., H, Tq, n]. Not differentiable."""
-    form, lead = _lower_plan(query, key, attn_mask, is_causal, scale, enable_gqa, problem, softcap, key_scale)
+    form, lead, row = _lower_plan(query, key, attn_mask, is_causal, scale, enable_gqa, problem, softcap, key_scale)
     B, H, Tq, Tk = form.shape
     if not isinstance(index, Tensor) or index.is_floating_point() or index.dtype == torch.bool:
         raise TypeError(f"index: expected an integer tensor, got {describe(index)}")
@@ -265,14 +364,15 @@ def weights_at(
     if bool(((index < 0) | (index >= Tk)).any()):
         raise ValueError(f"index: expected keys in [0, {Tk}), got {int(index.min())} to {int(index.max())}")
     if _native_serves(form):
-        return native.weights_at(form, index).reshape(*lead, Tq, n)
-    found = torch.zeros(B, H, Tq, n, dtype=form.dtype, device=query.device)
-    for b, h, i, j, weights in _weight_blocks(form):
-        local = index[b, h, i] - j.start
-        inside = (local >= 0) & (local < weights.shape[-1])
-        if weights.shape[-1]:
-            found[b, h, i] = torch.where(inside, weights.gather(-1, torch.where(inside, local, 0)), 0.0)
-    return found.reshape(*lead, Tq, n)
+        found = native.weights_at(form, index)
+    else:
+        found = torch.zeros(B, H, Tq, n, dtype=form.dtype, device=query.device)
+        for b, h, i, j, weights in _weight_blocks(form):
+            local = index[b, h, i] - j.start
+            inside = (local >= 0) & (local < weights.shape[-1])
+            if weights.shape[-1]:
+                found[b, h, i] = torch.where(inside, weights.gather(-1, torch.where(inside, local, 0)), 0.0)
+    return _shipped(found, row, query).reshape(*lead, Tq, n)
 
 
 def topk(
@@ -292,7 +392,7 @@ def topk(
 
     Where a row has fewer than n keys with mass, the rest of its weights are 0 and their indices any other keys.
     """
-    form, lead = _lower_plan(query, key, attn_mask, is_causal, scale, enable_gqa, problem, softcap, key_scale)
+    form, lead, row = _lower_plan(query, key, attn_mask, is_causal, scale, enable_gqa, problem, softcap, key_scale)
     B, H, Tq, Tk = form.shape
     if not is_integer(n) or not 0 <= n <= Tk:
         raise ValueError(f"n: expected an int from 0 to Tk={Tk}, got {describe(n)}")
@@ -305,7 +405,7 @@ def topk(
         for b, h, i, j, block in _weight_blocks(form, at_least=n):
             weights[b, h, i], found = block.topk(n, -1)
             indices[b, h, i] = found + j.start
-    return weights.reshape(*lead, Tq, n), indices.reshape(*lead, Tq, n)
+    return _shipped(weights, row, query).reshape(*lead, Tq, n), indices.reshape(*lead, Tq, n)
 
 
 def block_mass(
@@ -325,17 +425,18 @@ def block_mass(
 
     [..., H, ceil(Tq/block), ceil(Tk/block)]; a row sums to its queries' mean mass, 1 for plain rows. No gradient.
     """
-    form, lead = _lower_plan(query, key, attn_mask, is_causal, scale, enable_gqa, problem, softcap, key_scale)
+    form, lead, row = _lower_plan(query, key, attn_mask, is_causal, scale, enable_gqa, problem, softcap, key_scale)
     if not is_integer(block) or block < 1:
         raise ValueError(f"block: expected a positive int, got {describe(block)}")
     block = int(block)
     B, H, Tq, Tk = form.shape
     rows, columns = -(-Tq // block), -(-Tk // block)
-    if _native_serves(form):
+    if _native_serves(form) and row is None:
         pooled = native.block_sums(form, block)
     else:
         pooled = torch.zeros(B, H, rows, columns, dtype=form.dtype, device=query.device)
         for b, h, i, j, weights in _weight_blocks(form):
+            weights = weights if row is None else weights * row[b, h, i, None]
             padded = torch.nn.functional.pad(weights, (j.start, columns * block - j.stop))
             by_key = padded.unflatten(-1, (columns, block)).sum(-1)
             owner = torch.arange(i.start, i.stop, device=query.device) // block
@@ -343,7 +444,7 @@ def block_mass(
     sizes = torch.full((rows,), block, device=query.device)
     if rows:
         sizes[-1] = Tq - (rows - 1) * block
-    return (pooled / sizes[:, None]).reshape(*lead, rows, columns)
+    return _narrow(pooled / sizes[:, None], query).reshape(*lead, rows, columns)
 
 
 def _lower_plan(
@@ -356,15 +457,31 @@ def _lower_plan(
     problem: Transport | None,
     softcap: float | None,
     key_scale: Tensor | None,
-) -> tuple[Form, tuple[int, ...]]:
-    """The form of a plan whose values nobody asks for, and the caller's leading dimensions."""
+) -> tuple[Form, tuple[int, ...], Tensor | None]:
+    """The form of a plan whose values nobody asks for, the caller's leading dimensions, and what each row is to be
+    multiplied by."""
     form = lower(query, key, key, attn_mask, 0.0, is_causal, scale, enable_gqa, problem, softcap, key_scale)
     if problem is not None and isinstance(problem.temperature, Budget):
         with torch.no_grad():
             form, _ = match("native" if _native_serves(form) else "torch", form, problem.temperature)
+    row = None
+    if problem is not None and isinstance(problem.marginal, RowsAndColumns):
+        with torch.no_grad():
+            solved = reduce("native" if _native_serves(one_sided(form)) else "torch", form, problem.marginal)
+        form, row = solved.form, None if solved.row is None else solved.row.to(solved.form.dtype)
     rank = max(query.dim(), key.dim())
     batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
-    return form, (*batch, form.shape[1]) if rank > 2 else ()
+    return form, (*batch, form.shape[1]) if rank > 2 else (), row
+
+
+def _shipped(weights: Tensor, row: Tensor | None, query: Tensor) -> Tensor:
+    """The weights [B, H, Tq, n] of rows that do not all ship the same."""
+    return _narrow(weights if row is None else weights * row[..., None], query)
+
+
+def _narrow(weights: Tensor, query: Tensor) -> Tensor:
+    """Back from float64, where a plan had to be found in it."""
+    return weights if weights.dtype == compute_dtype(query.dtype) else weights.to(compute_dtype(query.dtype))
 
 
 def _native_serves(form: Form) -> bool:

@@ -27,7 +27,7 @@ Alignment = Literal["top_left", "bottom_right"]
 
 
 class Marginal(Part, abstract=True):
-    """What the rows of the plan must sum to."""
+    """What the rows (and columns) of the plan must sum to."""
 
 
 class Rows(Marginal):
@@ -60,6 +60,59 @@ class Free(Marginal):
 
     def __post_init__(self) -> None:
         check_scalar("Free(offset)", self.offset, "a finite number", finite)
+
+
+class RowsAndColumns(Marginal):
+    """Each query ships `row` and each key receives `column`: attention as optimal transport (Sinkhorn), KL only.
+
+    The plan is p_ij = pi_ij exp((s_ij - f_i - g_j)/tau), one price per query and one per key. `row` is a number or a
+    tensor that broadcasts to [..., H, Tq] (None: 1); `column` is a tensor that broadcasts to [..., H, Tk] (None: the
+    keys of a document share equally what its queries ship: Tq/Tk each). Queries that may read nothing ship nothing and
+    keys that nobody may read receive nothing. `relax` replaces the columns' constraint by a penalty
+    relax * KL(column sums || column). All three may require grad.
+
+    The rows are met exactly. The columns are, to `tolerance`: no more than that share of a document's mass is in a
+    wrong column; after `max_iterations` a warning tells what is, or with `strict` an error. The gradient is that of the
+    solution (implicit differentiation). `iterations=n` instead stops after n normalisations - rows, columns, rows, ...
+    rows, so n is odd; 1 is softmax, 3 or 5 is Sinkformer's setting - and its gradient is that of those n steps.
+
+    Causal priors are refused: what a key receives from later queries would tell earlier ones of the future.
+    """
+
+    row: Scalar | None = None
+    column: Tensor | None = None
+    tolerance: float = 1e-6
+    max_iterations: int = 1000
+    relax: Scalar | None = None
+    iterations: int | None = None
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if self.row is not None:
+            check_scalar("RowsAndColumns(row)", self.row, "a positive, finite number", positive)
+        if self.column is not None and not (isinstance(self.column, Tensor) and self.column.is_floating_point()):
+            raise TypeError(
+                f"RowsAndColumns(column): expected a floating-point tensor that broadcasts to [..., H, Tk] or None, "
+                f"got {describe(self.column)}"
+            )
+        if self.relax is not None:
+            check_scalar("RowsAndColumns(relax)", self.relax, "a positive, finite number", positive)
+        if isinstance(self.tolerance, Tensor):
+            raise TypeError(f"RowsAndColumns(tolerance): expected a number, got {describe(self.tolerance)}")
+        check_scalar("RowsAndColumns(tolerance)", self.tolerance, "a positive, finite number", positive)
+        if not is_integer(self.max_iterations) or self.max_iterations < 1:
+            raise ValueError(
+                f"RowsAndColumns(max_iterations): expected a positive int, got {describe(self.max_iterations)}"
+            )
+        if self.iterations is not None and (
+            not is_integer(self.iterations) or self.iterations < 1 or not self.iterations % 2
+        ):
+            raise ValueError(
+                f"RowsAndColumns(iterations): expected an odd positive int (rows are normalised first and last) or "
+                f"None, got {describe(self.iterations)}"
+            )
+        if not isinstance(self.strict, bool):
+            raise TypeError(f"RowsAndColumns(strict): expected a bool, got {describe(self.strict)}")
 
 
 # --- priors -----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,15 @@ Notation: y = s/tau, natural logarithms, sums over admissible keys. With a sink,
 `collision` and `score_variance` count the null key as a key of score b and prior 1; the others do not. Where the mass
 is not 1 (relaxed, free, Rows(mass)), `entropy`, `kl` and `score_variance` are of the plan divided by its mass.
 A row with no admissible key has lse, dual and max_scores -inf and everything else 0.
+
+Of a plan with both marginals (RowsAndColumns) the same formulas are taken over its rows; `dual` is the price f of a
+query, with the prices of each document's keys measured from their mean (weighted by what they receive; relaxed prices
+as they are), and `value` the row's share of the optimum, sum_j p_ij (f_i + g_j): without relaxation's price of the
+columns. Three statistics are of such plans only:
+
+    column_dual      g, the price of each key's mass, [B, H, Tk]
+    column_residual  how far each key is from its marginal (relaxed: from what its price asks for), [B, H, Tk]
+    iterations       that it took, each two passes over the keys, [B, H]
 """
 
 from __future__ import annotations
@@ -20,7 +29,7 @@ from torch.utils import _pytree as pytree
 from .checks import may_be_zero
 from .form import Form, known_hard
 from .parts import Scalar
-from .problem import Budget, Transport
+from .problem import Budget, RowsAndColumns, Transport
 from .regularizers import KL, Regularizer
 
 
@@ -43,6 +52,9 @@ class AuxRequest:
     cost: bool = False
     value_spread: bool = False
     key_mass: bool = False
+    column_dual: bool = False
+    column_residual: bool = False
+    iterations: bool = False
 
     @classmethod
     def all(cls, problem: object = None) -> AuxRequest:
@@ -52,12 +64,14 @@ class AuxRequest:
             raise TypeError(f"problem: expected a Transport, got {problem!r}")
         hard = not isinstance(problem.temperature, Budget) and may_be_zero(problem.temperature)
         missing = {"lse": hard or not isinstance(problem.regularizer, KL), "score_variance": hard}
+        missing |= dict.fromkeys(COLUMNS, not isinstance(problem.marginal, RowsAndColumns))
         return cls(**{f.name: not missing.get(f.name, False) for f in fields(cls)})
 
 
 @dataclass(eq=False)
 class AuxOutput:
-    """The statistics asked for, [*batch, H, Tq] (key_mass: [*batch, H, Tk]); the others are None."""
+    """The statistics asked for, [*batch, H, Tq] (of keys: [*batch, H, Tk], iterations: [*batch, H]); the others are
+    None."""
 
     lse: Tensor | None = None
     dual: Tensor | None = None
@@ -74,10 +88,13 @@ class AuxOutput:
     cost: Tensor | None = None
     value_spread: Tensor | None = None
     key_mass: Tensor | None = None
+    column_dual: Tensor | None = None
+    column_residual: Tensor | None = None
+    iterations: Tensor | None = None
 
 
 def _flatten(aux: AuxOutput) -> tuple[list[Tensor], tuple[str, ...]]:
-    names = tuple(name for name in NAMES if getattr(aux, name) is not None)
+    names = tuple(name for name in (*NAMES, *COLUMNS) if getattr(aux, name) is not None)
     return [getattr(aux, name) for name in names], names
 
 
@@ -90,7 +107,8 @@ pytree.register_pytree_node(
     from_dumpable_context=lambda text: tuple(json.loads(text)),
 )
 
-NAMES = tuple(f.name for f in fields(AuxRequest))
+COLUMNS = ("column_dual", "column_residual", "iterations")  # of plans with both marginals
+NAMES = tuple(f.name for f in fields(AuxRequest) if f.name not in COLUMNS)  # of every plan, but where `undefined`
 DIFFERENTIABLE = ("out", "lse", "entropy")
 
 
@@ -99,7 +117,7 @@ def requested(return_aux: object) -> tuple[str, ...]:
     if return_aux is None:
         return ()
     if isinstance(return_aux, AuxRequest):
-        return tuple(name for name in NAMES if getattr(return_aux, name))
+        return tuple(name for name in (*NAMES, *COLUMNS) if getattr(return_aux, name))
     if type(return_aux).__name__ == "AuxRequest" and hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores"):
         return tuple(name for name in ("lse", "max_scores") if getattr(return_aux, name))
     raise TypeError(f"return_aux: expected an AuxRequest or None, got {return_aux!r}")
@@ -107,6 +125,8 @@ def requested(return_aux: object) -> tuple[str, ...]:
 
 def undefined(name: str, form: Form) -> str | None:
     """Why this problem has no such statistic, or None."""
+    if name in COLUMNS and form.marginal != "columns":
+        return f"{name} is defined for RowsAndColumns only: other plans have no constraint on their columns"
     if name == "lse" and form.family != "kl":
         return (
             f"lse is defined for KL only, not for {form.regularizer!r} (dual and value are defined for every problem)"

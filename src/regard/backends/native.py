@@ -122,6 +122,8 @@ def unsupported(form: Form, names: tuple[str, ...]) -> str | None:
         return f"runs on the CPU only (query is on {form.query.device})"
     if form.family not in _FAMILIES:
         return "has kernels for KL, Tsallis and Fermi-Dirac only"
+    if form.marginal not in _MARGINALS:
+        return "solves rows only (regard.attention brings rows and columns to rows)"
     if form.family == "fermi_dirac" and form.marginal != "free":
         return "has Fermi-Dirac with a free marginal only"
     if form.hard:

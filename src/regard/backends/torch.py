@@ -142,6 +142,8 @@ class Balance:
 def solve_rows(form: Form, scores: Tensor, mu: Tensor | None = None, order: int = 1, rates: bool = False) -> Solution:
     """The optimal rows for these scores. A known mu (the price, from the anchor) saves the search; as many derivatives
     as `order` (1 or 2) are exact. `rates` also fills the solution's rates and slack: the geometry of the rows."""
+    if form.marginal == "columns":
+        raise NotImplementedError("RowsAndColumns: its rows depend on one another and cannot be solved one by one here")
     B, H, Tq, Tk = scores.shape
     device = scores.device
     admissible = form.admissible(Tq, Tk, device)

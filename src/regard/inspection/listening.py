@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from .. import operator
 from ..features import Features
 from ..form import Form
-from ..problem import Budget
 from ..statistics import NAMES, AuxRequest, undefined
 from .recorder import Recorder, admissible, sees_first
 from .result import DERIVED, Layer
@@ -178,7 +177,7 @@ class OfModules:
             pass  # one that ended without a word: an exception came
 
     @torch.no_grad()
-    def _seen(self, form: Form, to_meet: Budget | None, out: Tensor) -> None:
+    def _seen(self, form: Form, compute: Callable[[tuple[str, ...]], dict[str, Tensor]], out: Tensor) -> None:
         """A call: its statistics, row by row, added to the layer of the module that made it."""
         if not self.stack or not self.passes.count() or torch._C._are_functorch_transforms_active():
             return
@@ -188,7 +187,7 @@ class OfModules:
         plain = form.family == "kl" and not form.hard  # then the support is all that is admissible
         missing = {name for name in self.statistics if name not in self.strict and undefined(name, form) is not None}
         wanted = {*self.statistics, *(("support",) if plain else ())} - missing
-        results = operator.run(form, tuple(name for name in NAMES if name in wanted), to_meet=to_meet)
+        results = compute(tuple(name for name in NAMES if name in wanted))
         none = torch.full_like(results["entropy"], torch.nan)
         values = {name: none if name in missing else results[name] for name in self.statistics}
         keys = results["support"] if plain else admissible(form, None)[0]

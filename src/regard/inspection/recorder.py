@@ -24,7 +24,7 @@ from ..form import Form, lower
 from ..operator import attention
 from ..parts import describe
 from ..plan import weights_at
-from ..problem import Documents, Prior, Rows, Transport, Window
+from ..problem import Documents, Prior, Rows, RowsAndColumns, Transport, Window
 from ..regularizers import KL
 from ..statistics import NAMES, AuxRequest
 from .result import DERIVED, PATTERNS, Inspection, Layer, position_bins
@@ -383,7 +383,8 @@ class Recorder:
         wanted = {*statistics, "max_scores", "entropy", *(("support",) if plain else ())}
         if self.inspection.patterns and AuxRequest.all(problem).lse:
             wanted.add("lse")
-        if real is not None:
+        columns = isinstance(problem.marginal, RowsAndColumns)  # whose padding takes no part
+        if real is not None and not columns:
             wanted.discard("key_mass")
         out, aux = self.hf.attend(module, call, AuxRequest(**dict.fromkeys(wanted, True)))
         if not self._counts():

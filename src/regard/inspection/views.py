@@ -13,7 +13,7 @@ from torch import Tensor
 from ..backends import torch as definition
 from ..form import Form, lower
 from ..plan import _lower_plan, path
-from ..problem import Bias, Budget, Transport
+from ..problem import Bias, Budget, RowsAndColumns, Transport
 from .result import _numbers
 
 WINDOW, TOP, QUERIES, PATHS = 48, 8, 24, 8  # keys and queries; keys; queries; queries
@@ -47,13 +47,13 @@ class Views:
         self.queries = sorted({round(i * (Tq - 1) / (QUERIES - 1)) for i in range(QUERIES)})
         self.sampled = self.queries[:: -math.ceil(len(self.queries) / PATHS)]  # from the last one
         how = (plan["scale"], plan["enable_gqa"], plan["problem"], plan["softcap"], None)
-        form, _ = _lower_plan(plan["query"], plan["key"], plan["attn_mask"], False, *how)
-        window = _rows(form, slice(0, size), size)[1][..., :size]
+        form, _, shipped = _lower_plan(plan["query"], plan["key"], plan["attn_mask"], False, *how)
+        window = _rows(form, shipped, slice(0, size), size)[1][..., :size]
         roots = (255 * window.clamp(0, 1).sqrt()).round().byte().cpu()
         windows = [base64.b64encode(bytes(head.flatten().tolist())).decode() for head in roots]
         found = []
         for i in self.queries:  # alone: topk of the whole plan would be a pass over all of it
-            start, row = _rows(form, slice(i, i + 1), min(TOP, Tk))
+            start, row = _rows(form, shipped, slice(i, i + 1), min(TOP, Tk))
             best, index = row[:, 0].topk(min(TOP, Tk))
             found.append((best.cpu(), index.cpu() + start))
         weights, keys = (torch.stack(part, 1) for part in zip(*found, strict=True))  # [H, queries, n]
@@ -94,20 +94,23 @@ class Views:
 _PARTS = ("windows", "keys", "weights", "entropy", "expected_score")
 
 
-def _rows(form: Form, queries: slice, least: int) -> tuple[int, Tensor]:
+def _rows(form: Form, shipped: Tensor | None, queries: slice, least: int) -> tuple[int, Tensor]:
     """The weights [H, n, keys] of the first sequence's queries, over the keys they reach (and at least so many), and
-    the first of those keys."""
+    the first of those keys. `shipped` [B, H, Tq]: by what rows are multiplied."""
     H, Tk = form.shape[1], form.shape[3]
     reach = form.key_range(queries)
     start = max(0, min(reach.start, Tk - least))
     block = form.cut(slice(0, 1), slice(0, H), queries, slice(start, max(reach.stop, start + least)))
-    return start, definition.attend(block, ("weights",))["weights"][0]
+    weights = definition.attend(block, ("weights",))["weights"][0]
+    return start, weights if shipped is None else weights * shipped[0, :, queries, None]
 
 
 def _along(call: dict[str, Any], queries: list[int]) -> tuple[list[Any], list[Any]] | None:
     """Mean entropy and expected score of the first sequence's chosen queries at multiples of their temperature, each
-    a list by head; None where the temperature is not one number."""
+    a list by head; None where the temperature is not one number, or a row not a problem of its own."""
     problem = call["problem"] or Transport()
+    if isinstance(problem.marginal, RowsAndColumns):
+        return None
     if isinstance(problem.temperature, Tensor | Budget) or not problem.temperature:
         return None
     form = lower(**call)

@@ -1,0 +1,196 @@
+"""Sinkhorn attention (`RowsAndColumns`) against POT's and geomloss' batched log-domain solvers.
+
+    python benchmarks/sinkhorn.py [--case attention|cold|points] [--length 2048] [--heads 8] [--rounds 3]
+    python benchmarks/sinkhorn.py --memory                      # peaks, each in a process of its own
+
+Each contestant gets queries, keys and values and gives outputs; the peers' cost matrix is made from the same scores.
+All stop at the same tolerance, the share of the mass in a wrong column (L1). POT's own test is L2 of masses 1/T, so it
+gets tolerance * 1.25 / sqrt(T): equal for errors like noise. geomloss has no test: it cools all the way and hardly
+iterates at the last temperature, so it is timed at 5 iterations and its residual told; the ratio is a lower bound.
+The gate for the others: the prices that each found, put into the Gibbs formula in float64, meet both marginals within
+twice the tolerance. That a plan of that form meets them makes it the optimum, so nothing else is to be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import measure
+import torch
+from torch import Tensor
+
+import regard
+from regard import AuxRequest, RowsAndColumns, Transport
+
+TOLERANCE = 1e-5
+GOAL = 5.0  # times as fast as either peer
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    what: str
+    temperature: float
+    scale: float
+    query: Tensor  # [1, H, T, D]
+    key: Tensor
+    value: Tensor
+
+
+def make(name: str, T: int, H: int) -> Case:
+    g = torch.Generator().manual_seed(0)
+    value = torch.randn(1, H, T, 64, generator=g)
+    if name == "points":  # two clouds in a square, |x - y|^2: what depends on x or y alone is in the prices
+        x, y = (torch.rand(1, H, T, 2, generator=g) ** power for power in (1.0, 1.5))
+        return Case(name, "points in the plane, epsilon 0.01", 0.01, 2.0, x - 0.5, y - 0.5, value)
+    q, k = (torch.randn(1, H, T, 64, generator=g) for _ in range(2))
+    if name == "cold":
+        return Case(name, "attention, epsilon 0.3", 0.3, 1 / 8, q, k, value)
+    return Case(name, "attention, epsilon 1", 1.0, 1 / 8, q, k, value)
+
+
+Prices = tuple[Tensor, Tensor]  # f [H, T] and g [H, T] of p = exp((s - f - g)/tau), rows and columns of sum 1
+
+
+def ours(case: Case) -> tuple[Tensor, Prices]:
+    problem = Transport(marginal=RowsAndColumns(tolerance=TOLERANCE, strict=True), temperature=case.temperature)
+    out, aux = regard.attention(
+        case.query,
+        case.key,
+        case.value,
+        scale=case.scale,
+        problem=problem,
+        return_aux=AuxRequest(dual=True, column_dual=True),
+    )
+    assert aux.dual is not None and aux.column_dual is not None
+    return out, (aux.dual[0], aux.column_dual[0])
+
+
+def pot(case: Case, iterations: int = 10000) -> tuple[Tensor, Prices]:
+    import ot
+
+    T = case.query.shape[2]
+    scores = (case.query @ case.key.mT)[0] * case.scale
+    found = ot.batch.bregman_log_projection_batch(
+        scores / case.temperature,
+        torch.full(scores.shape[:2], 1 / T),
+        torch.full(scores.shape[:2], 1 / T),
+        max_iter=iterations,
+        tol=TOLERANCE * 1.25 / math.sqrt(T),
+    )
+    u, v = found["potentials"]
+    out = T * found["T"] @ case.value[0]
+    return out[None], (-case.temperature * (u + math.log(T)), -case.temperature * v)
+
+
+def geomloss(case: Case, iterations: int = 5) -> tuple[Tensor, Prices]:
+    from geomloss import ot
+
+    T = case.query.shape[2]
+    cost = -(case.query @ case.key.mT)[0] * case.scale
+    found: Any = ot.solve_batch(cost, reg=case.temperature, max_iter=iterations)
+    out = T * found.plan @ case.value[0]
+    # Its plan is exp((f + g - C)/eps) / T^2.
+    return out[None], (case.temperature * math.log(T) - found.potential_a, -found.potential_b)
+
+
+def residual(case: Case, prices: Prices, head: int = 0) -> float:
+    """The larger share of the mass in a wrong row or column, in float64."""
+    q, k = case.query[0, head].double(), case.key[0, head].double()
+    f, g = (p[head].double() for p in prices)
+    plan = ((q @ k.T * case.scale - f[:, None] - g) / case.temperature).exp()
+    return max(float((plan.sum(dim) - 1).abs().mean()) for dim in (0, 1))
+
+
+def contest(case: Case, rounds: int) -> bool:
+    """Gate, time and print; whether every goal was reached."""
+    solvers = {"regard": ours, "POT": pot, "geomloss": geomloss}
+    jobs = {name: functools.partial(solver, case) for name, solver in solvers.items()}
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    for solver in solvers.values():  # warm
+        solver(make(case.name, 64, 1))
+    for n in range(rounds):
+        for name, job in jobs.items():
+            began = time.perf_counter()
+            _, prices = job()
+            times[name].append(time.perf_counter() - began)
+            if n == 0:
+                off = max(residual(case, prices, head) for head in (0, case.query.shape[1] - 1))
+                print(f"  gate: {name:<9} residual {off:.1e}", flush=True)
+                if name != "geomloss" and not off <= 2 * TOLERANCE:
+                    raise SystemExit(f"{name} fails the gate: {off:.1e} > {2 * TOLERANCE:.0e}")
+    reached = True
+    for name, found in times.items():
+        ratios = [theirs / own for theirs, own in zip(found, times["regard"], strict=True)]
+        ratio = "" if name == "regard" else f"  regard is {statistics.median(ratios):.1f} times as fast"
+        ratio += " (and more: it is not there yet)" if name == "geomloss" else ""
+        reached &= name == "regard" or statistics.median(ratios) >= GOAL
+        print(f"  {name:<9} {statistics.median(found):7.2f} s{ratio}")
+    return reached
+
+
+def peak(who: str, T: int, H: int) -> float:
+    """MiB beyond the inputs, in a process of its own."""
+    command = [sys.executable, __file__, "--peak", who, "--length", str(T), "--heads", str(H)]
+    found = subprocess.run(
+        command, env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}, capture_output=True, text=True
+    )
+    if found.returncode:
+        raise SystemExit(found.stderr)
+    return float(found.stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=("attention", "cold", "points"), action="append")
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--peak", choices=("regard", "training", "POT", "geomloss"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.peak:
+        case = make("attention", options.length, options.heads)
+        small = make("attention", 64, 1)
+
+        def training(case: Case) -> None:
+            q, k, v = (t.requires_grad_() for t in (case.query, case.key, case.value))
+            problem = Transport(marginal=RowsAndColumns(tolerance=TOLERANCE))
+            regard.attention(q, k, v, scale=case.scale, problem=problem).sum().backward()
+
+        jobs = {
+            "regard": ours,
+            "training": training,
+            "POT": lambda case: pot(case, 5),
+            "geomloss": lambda case: geomloss(case, 5),
+        }
+        jobs[options.peak](small)  # what is loaded on first use is not the job's
+        print(measure.peak_of(lambda: jobs[options.peak](case)))
+        return
+    print(f"T = {options.length}, H = {options.heads}, {torch.get_num_threads()} threads, tolerance {TOLERANCE:.0e}")
+    if options.memory:
+        for who in ("regard", "training", "POT", "geomloss"):
+            sizes = [peak(who, T, options.heads) for T in (options.length // 2, options.length)]
+            print(
+                f"  {who:<9} {sizes[0]:7.0f} MiB at T = {options.length // 2}, {sizes[1]:7.0f} at T = {options.length}"
+            )
+        return
+    reached = True
+    for name in options.case or ("attention", "cold", "points"):
+        case = make(name, options.length, options.heads)
+        print(case.what)
+        reached &= contest(case, options.rounds)
+    print("every goal reached" if reached else f"not everywhere {GOAL:.0f} times as fast")
+
+
+if __name__ == "__main__":
+    main()
