@@ -85,7 +85,22 @@ CELLS = [
     Cell("Transport(FermiDirac())", "the limited multi-label projection to one label", "Amos et al. 2019"),
     # --- a divergence of your own
     Cell("Transport(chi2)", "Pearson's chi-squared: quadratic regularisation", "Blondel et al. 2018"),
-    # --- both marginals: plans with RowsAndColumns go here, a line each
+    # --- both marginals: each key receives its share, too
+    Cell(
+        "Transport(marginal=RowsAndColumns(tolerance=1e-12))",
+        "Sinkhorn attention, Sinkformer at convergence; entropic optimal transport",
+        "Sander et al. 2022; Cuturi 2013",
+    ),
+    Cell(
+        "Transport(prior=Documents(ids), marginal=RowsAndColumns(tolerance=1e-12))",
+        "Sinkhorn attention, packed and padded",
+        UNNAMED,
+    ),
+    Cell(
+        "Transport(marginal=RowsAndColumns(relax=0.5, tolerance=1e-12))",
+        "unbalanced optimal transport, columns relaxed",
+        "Chizat et al. 2018",
+    ),
     # --- kernels of low rank: not optima, but rows that sum to 1, in O(T)
     Cell("LinearAttention()", "linear transformer, elu + 1", "Katharopoulos et al. 2020"),
     Cell("LinearAttention()", "linear transformer as an RNN", "Katharopoulos et al. 2020", is_causal=True),
