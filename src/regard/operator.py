@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -85,7 +85,9 @@ def attention(
     query [..., H, Tq, D], key [..., Hkv, Tk, D], value [..., Hkv, Tk, Dv] -> [..., H, Tq, Dv] in query's dtype.
     """
     if problem is not None and torch.compiler.is_compiling() and _columns(problem) is not None:
-        return _outside_the_graph(
+        from .outside import attend  # the graph breaks here
+
+        return attend(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
             problem=problem, softcap=softcap, key_scale=key_scale, return_aux=return_aux, backend=backend,
         )  # fmt: skip
@@ -110,12 +112,6 @@ def attention(
     if return_aux is None:
         return out
     return out, AuxOutput(**{name: _unfold(results[name], query, key, value) for name in statistics})
-
-
-@torch.compiler.disable(reason="RowsAndColumns: the number of passes depends on the data")
-def _outside_the_graph(*args: Any, **kwargs: Any) -> Any:
-    """`attention` where its number of passes depends on the data: a compiler breaks its graph here."""
-    return attention(*args, **kwargs)
 
 
 def run(form: Form, names: tuple[str, ...], backend: str = "auto", to_meet: Budget | None = None) -> dict[str, Tensor]:
