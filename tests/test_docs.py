@@ -9,6 +9,7 @@ import importlib
 import io
 import math
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,9 +29,9 @@ SNIPPET = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n*```text\n(?P<text>.*
 
 @contextlib.contextmanager
 def _leaving_no_trace():
-    """A page may seed, set the default dtype and replace PyTorch's attention."""
+    """A page may write files, seed, set the default dtype and replace PyTorch's attention."""
     stock, dtype = F.scaled_dot_product_attention, torch.get_default_dtype()
-    with torch.random.fork_rng(devices=[]):
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
             yield
