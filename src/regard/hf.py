@@ -121,9 +121,7 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     if isinstance(problem, Features):
-        call = as_features_call(as_call(None, module, query, key, value, attention_mask, **kwargs))
-        if _retrofit_of(module) is not None:
-            raise ValueError("attn_implementation: expected a Transport for a retrofitted model, got features")
+        call = as_features_call(module, as_call(None, module, query, key, value, attention_mask, **kwargs))
         return problem(**call).transpose(1, 2).contiguous(), None
     call = as_call(problem, module, query, key, value, attention_mask, **kwargs)
     return attend(module, call)[0].transpose(1, 2).contiguous(), None  # [B, Tq, H, Dv]
@@ -230,8 +228,10 @@ def as_call(
     }
 
 
-def as_features_call(call: dict[str, Any]) -> dict[str, Any]:
+def as_features_call(module: nn.Module, call: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `regard.attention` as those of a module of `regard.features`, if it has them."""
+    if _retrofit_of(module) is not None:
+        raise ValueError("attn_implementation: expected a Transport for a retrofitted model, got features")
     problem, mask, keep = call["problem"] or Transport(), call["attn_mask"], None
     causal: dict[str, Any] = {}
     for name, given in (("dropout", call["dropout_p"] or None), ("softcap", call["softcap"])):
@@ -757,6 +757,9 @@ def _checked(learn: object) -> tuple[str, ...]:
 def _attach(model: nn.Module, learn: tuple[str, ...]) -> None:
     """A `Retrofit` on each attention, the record in the configuration, regard as the implementation."""
     found = check(model)
+    for config in configurations_of(model):
+        if isinstance(_problems.get(config._attn_implementation_internal), Features):
+            raise ValueError("model: expected one whose attention is a Transport, got attention by features")
     if "bias" in learn and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError('learn: expected no "bias" for an encoder-decoder, between whose sequences is no distance')
     heads = {where: _heads(where, module) for where, module in found.items()}
@@ -792,6 +795,16 @@ def _retrofit_of(module: nn.Module, stripped: bool = False) -> Retrofit | None:
     if not stripped and getattr(config, RECORD, None) is not None:
         raise ValueError(_stripped(config))
     return None
+
+
+def counted_keys(module: nn.Module, problem: Transport, keys: Tensor) -> Tensor:
+    """How many keys each row has to choose among, the null key included: a learned one by its weight, so that a small
+    weight is a small change."""
+    retrofit = _retrofit_of(module)
+    if retrofit is not None and retrofit.null_weight is not None:
+        null = retrofit.null_weight.detach().to(keys.dtype).clamp(0, 1)[:, None]
+        return torch.where(keys > 1, keys + null, keys)
+    return keys + (isinstance(problem.marginal, Rows) and problem.marginal.sink is not None)
 
 
 def _stripped(config: Any) -> str:
@@ -853,9 +866,12 @@ def entropies(model: nn.Module) -> Iterator[Entropies]:
     found = Entropies()
 
     class Listener(Recorder):
+        recorded = False  # whether the model was called with gradients
+
         def _before_part(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             if not self.frames:
                 found.clear()
+                self.recorded = torch.is_grad_enabled()
             super()._before_part(module, args, kwargs)
 
         def _attend(self, module: nn.Module, call: dict[str, Any], position_ids: object) -> Tensor:
@@ -863,7 +879,7 @@ def entropies(model: nn.Module) -> Iterator[Entropies]:
             out, aux = attend(module, call, request)
             if torch._C._current_graph_task_id() != -1:  # in backward: checkpointing repeats a pass
                 return out
-            if module.training and not torch.is_grad_enabled() and getattr(model, "is_gradient_checkpointing", False):
+            if self.recorded and not torch.is_grad_enabled():
                 raise RuntimeError(
                     "model: expected activation checkpointing with use_reentrant=False, which shows the gradient of "
                     "the entropies, got the reentrant kind"
@@ -871,16 +887,21 @@ def entropies(model: nn.Module) -> Iterator[Entropies]:
             (B, _, Tq, _), Tk = call["query"].shape, call["key"].shape[2]
             real = self._place(module, B, Tq, Tk, position_ids).real
             assert aux.entropy is not None and aux.support is not None
-            marginal = (call["problem"] or Transport()).marginal
-            keys = aux.support + (isinstance(marginal, Rows) and marginal.sink is not None)
+            keys = counted_keys(module, call["problem"] or Transport(), aux.support)
             rows = None if real is None else real[:, None].to(out.device)
             found.append(Entropy(self.names.get(id(module), type(module).__name__), aux.entropy, keys, rows))
             return out
 
     listener = Listener(model, ("entropy",), False)
     for problem in listener.problems.values():
-        if problem is not None and not (isinstance(problem, Transport) and isinstance(problem.regularizer, KL)):
-            raise ValueError(f"model: expected one that solves KL(), whose entropy has a gradient, got {problem!r}")
+        if problem is None:
+            continue
+        plain = isinstance(problem, Transport) and isinstance(problem.regularizer, KL)
+        if not plain or isinstance(problem.temperature, Budget) or not torch.as_tensor(problem.temperature).all():
+            raise ValueError(
+                f"model: expected one that solves KL() at a temperature above 0 that is no budget, whose entropy has a "
+                f"gradient, got {problem!r}"
+            )
     with listener.listening():
         yield found
 

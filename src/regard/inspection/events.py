@@ -70,8 +70,8 @@ _LOUD = {
     "severity": "alarm",
     "why": "Scores this large make the softmax one-hot, its gradient vanish and half precision lose digits; in "
     "training they go on growing and end in loss spikes.",
-    "remedy": "QK-clip (rescale the query and key weights of this head), QK-norm, a softcap, or a smaller learning "
-    "rate.",
+    "remedy": "QK-clip (regard.nn.qk_clip_: rescale the query and key weights of this head), QK-norm, a softcap, or a "
+    "smaller learning rate.",
     "source": "QK-clip (Kimi K2) and Megatron's default: largest score > 100",
 }
 _SPIKE = {
@@ -96,7 +96,7 @@ _COLLAPSE = {
     "why": "Attention falls onto few keys while the loss begins to swing: the pattern of entropy collapse. Peaked rows "
     "pass hardly any gradient to the scores, and the run seldom comes back by itself.",
     "remedy": "Go back before the dip with a smaller learning rate or a longer warm-up; σReparam or QK-norm; a floor "
-    "on the entropy; check the scale 1/√d and the initialisation.",
+    "under the entropy (regard.nn.entropy_floor); check the scale 1/√d and the initialisation.",
     "source": "σReparam, arXiv 2303.06296 (a sharp dip of entropy together with oscillation of the loss); the numbers "
     "are ours",
 }

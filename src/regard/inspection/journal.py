@@ -60,8 +60,14 @@ class Journal:
     def rewind(self, step: int) -> None:
         """Move the lines of this step and later ones out of the way."""
         kept, stale = [], []
-        for line in read_lines(self.path):
-            (stale if line.get("step", -1) >= step else kept).append(json.dumps(line) + "\n")
+        lines = read_lines(self.path)
+        if not any(-1 < line.get("step", -1) < step for line in lines):  # nothing of it stays: another run begins
+            step_of = [step] * len(lines)
+            self.layers = None
+        else:
+            step_of = [line.get("step", -1) for line in lines]
+        for line, at in zip(lines, step_of, strict=True):
+            (stale if at >= step else kept).append(json.dumps(line) + "\n")
         if stale:
             with self.path.with_name(self.path.name + ".stale").open("a", encoding="utf-8") as file:
                 file.writelines(stale)

@@ -31,6 +31,7 @@ from .result import DERIVED, PATTERNS, Inspection, Layer, position_bins
 from .views import Views
 
 _watchers = itertools.count()
+_listeners: dict[str, Recorder] = {}  # who listens now, by the name under which a model finds him
 SAVE_EVERY = 10.0  # seconds between two writes of a run file
 
 
@@ -222,11 +223,18 @@ class Recorder:
         each time, so that a compiled model knows it again."""
         self.configs = self.hf.configurations_of(self.model)
         names = {config._attn_implementation_internal for config in self.configs}
-        if any(str(name).startswith("regard-watch-") for name in names):
-            raise RuntimeError("model: expected one that is not watched already")
-        self.problems = {name: self.hf.problem_of(name) for name in names}
+        # Somebody may listen already: what he found beneath him is the problem, and he is told of every call.
+        self.beneath = {name: _listeners[name] for name in names if name in _listeners}
+        self.problems = {
+            name: self.beneath[name].problem_under(name) if name in self.beneath else self.hf.problem_of(name)
+            for name in names
+        }
         for name in names - self.ours.keys():
             self.ours[name] = f"regard-watch-{next(_watchers)}"
+
+    def problem_under(self, ours: str) -> Transport | Features | None:
+        """The problem that the model solves under one of our names."""
+        return next(problem for name, problem in self.problems.items() if self.ours[name] == ours)
 
     def _statistics(self, wanted: Iterable[str] | None) -> tuple[str, ...]:
         if wanted is None:
@@ -296,14 +304,15 @@ class Recorder:
     def listening(self) -> Iterator[None]:
         """While the block runs the model's attention is ours; then everything is as before."""
         self._look()
-        before = [(config, config._attn_implementation_internal) for config in self.configs]
+        self.before = [(config, config._attn_implementation_internal) for config in self.configs]
         installed: list[str] = []
         hooks: list[Any] = []
         try:
             for name, problem in self.problems.items():
-                self.hf.install(self.ours[name], self._attention_function(problem))
+                self.hf.install(self.ours[name], self._attention_function(problem, self.beneath.get(name)))
                 installed.append(self.ours[name])
-            for config, name in before:
+                _listeners[self.ours[name]] = self
+            for config, name in self.before:
                 config._attn_implementation_internal = self.ours[name]
             for module in self._listened():
                 if id(module) in self.indices:
@@ -313,10 +322,22 @@ class Recorder:
                     hooks.append(module.register_forward_hook(self._after_part, always_call=True))
             yield
         finally:
-            for config, name in before:
-                config._attn_implementation_internal = name
+            for config, name in self.before:
+                if config._attn_implementation_internal == self.ours[name]:
+                    config._attn_implementation_internal = name
+                else:  # who began to listen after us has not ended yet: he is to leave what we found
+                    for other in set(_listeners.values()) - {self}:
+                        other.before = [
+                            (c, name if c is config and given == self.ours[name] else given)
+                            for c, given in other.before
+                        ]
+                        if self.ours[name] in other.ours:
+                            other.ours[name] = other.ours[self.ours[name]]
             for name in installed:
                 self.hf.remove(name)
+                _listeners.pop(name, None)
+            for name in self.beneath:  # who lends us his name lends it once
+                del self.ours[name]
             for hook in hooks:
                 hook.remove()
             self.frames.clear()
@@ -351,21 +372,34 @@ class Recorder:
         arguments = dict(zip(self.parameters[id(module)], args, strict=False)) | kwargs
         self.crossing[id(module)] = any(arguments.get(name) is not None for name in _OTHERS)
 
-    def _attention_function(self, problem: Transport | Features | None) -> Callable[..., tuple[Tensor, None]]:
+    def _attention_function(
+        self, problem: Transport | Features | None, beneath: Recorder | None
+    ) -> Callable[..., tuple[Tensor, None]]:
         @torch.compiler.disable
         def function(
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any
         ) -> tuple[Tensor, None]:
-            features = problem if isinstance(problem, Features) else None
+            if id(module) not in self.indices:  # of another model that shares the configuration
+                return self.hf._attend(problem, module, query, key, value, attention_mask, **kwargs)
             transport = None if isinstance(problem, Features) else problem
             call = self.hf.as_call(transport, module, query, key, value, attention_mask, **kwargs)
-            if features is not None:
-                out = self._attend_by_features(features, module, call, kwargs.get("position_ids"))
-            else:
-                out = self._attend(module, call, kwargs.get("position_ids"))
+            position_ids = kwargs.get("position_ids")
+            out = self._attend_by(problem, module, dict(call), position_ids)
+            listener = beneath
+            while listener is not None:  # a pass of their own for those who began before us; dropout is drawn once
+                if listener in _listeners.values():
+                    listener._attend_by(problem, module, {**call, "dropout_p": 0.0}, position_ids)
+                listener = next(iter(listener.beneath.values()), None)
             return out.transpose(1, 2).contiguous(), None
 
         return function  # type: ignore[return-value]
+
+    def _attend_by(
+        self, problem: Transport | Features | None, module: nn.Module, call: dict[str, Any], position_ids: object
+    ) -> Tensor:
+        if isinstance(problem, Features):
+            return self._attend_by_features(problem, module, call, position_ids)
+        return self._attend(module, call, position_ids)
 
     def _counts(self) -> bool:
         """Whether the pass under way is to be recorded: in backward, checkpointing repeats one that was."""
@@ -384,7 +418,7 @@ class Recorder:
         if self.inspection.patterns and AuxRequest.all(problem).lse:
             wanted.add("lse")
         columns = isinstance(problem.marginal, RowsAndColumns)  # whose padding takes no part
-        if real is not None and not columns:
+        if not columns and (real is not None or torch.is_grad_enabled()):  # a checkpoint's second pass sees no padding
             wanted.discard("key_mass")
         out, aux = self.hf.attend(module, call, AuxRequest(**dict.fromkeys(wanted, True)))
         if not self._counts():
@@ -395,8 +429,7 @@ class Recorder:
                 by_query, by_key = admissible(lower(**call), real)
             keys = aux.support if plain else by_query
             assert keys is not None and aux.entropy is not None and aux.max_scores is not None
-            sink = isinstance(problem.marginal, Rows) and problem.marginal.sink is not None
-            log_keys = (keys + sink).clamp(min=1).log().expand(B, H, Tq)
+            log_keys = self.hf.counted_keys(module, problem, keys).clamp(min=1).log().expand(B, H, Tq)
             values = {name: getattr(aux, name) for name in statistics if name != "key_mass"}
             plan = {name: call[name] for name in _PLAN}
             if "first_key_mass" in statistics:
@@ -424,9 +457,9 @@ class Recorder:
             if "key_mass" in statistics:
                 mass = aux.key_mass
                 if mass is None:  # again, without the queries that are padding
-                    assert real is not None
-                    readers = Documents(real.long() - 1, torch.zeros(Tk, dtype=torch.long, device=real.device))
-                    call["problem"] = _narrowed(problem, readers)
+                    if real is not None:
+                        readers = Documents(real.long() - 1, torch.zeros(Tk, dtype=torch.long, device=real.device))
+                        call["problem"] = _narrowed(problem, readers)
                     mass = attention(**call, return_aux=AuxRequest(key_mass=True))[1].key_mass
                 assert mass is not None and by_key is not None
                 layer.add_keys(mass, by_key, place.key_bins)
@@ -443,7 +476,7 @@ class Recorder:
         if real is not None and "key_mass" in statistics:
             raise ValueError("statistics: expected no key_mass for padded batches of attention by features")
         request = AuxRequest(**dict.fromkeys((*statistics, "mass"), True))
-        out, aux = features(**self.hf.as_features_call(call), return_aux=request)
+        out, aux = features(**self.hf.as_features_call(module, call), return_aux=request)
         if not self._counts():
             return out
         with torch.no_grad():
@@ -523,7 +556,7 @@ class Recorder:
         return frame.places[key]
 
     def _find_place(self, frame: _Frame, B: int, Tq: int, Tk: int, cross: bool, position_ids: object) -> _Place:
-        mask = self._padding()
+        mask = self._padding(Tq)
         past = frame.past
         gone = 0 if cross else max(0, past + Tq - Tk)  # keys that the cache of a window has dropped
         real, key_positions = None, torch.arange(gone, gone + Tk)[None]
@@ -554,12 +587,12 @@ class Recorder:
             first = begin.expand(B, Tq) if bool(begin.any()) else None
         return _Place(cross, real, first, position_bins(positions), position_bins(key_positions))
 
-    def _padding(self) -> Tensor | None:
-        """Which tokens of the innermost call are real, [B, T]; None: all, or nobody says."""
+    def _padding(self, Tq: int) -> Tensor | None:
+        """Which tokens of the innermost call are real, [B, T]; None: all, or nobody says, or queries are not tokens."""
         for frame in reversed(self.frames):
             mask, tokens = frame.arguments.get("attention_mask"), frame.arguments.get("input_ids")
             tokens = frame.arguments.get("inputs_embeds") if tokens is None else tokens
-            if mask is None or tokens is None:
+            if mask is None or tokens is None or tokens.shape[1] != Tq:
                 return None
             if isinstance(mask, Tensor) and mask.dim() == 2:
                 return mask.bool().cpu()

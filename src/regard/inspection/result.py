@@ -308,18 +308,11 @@ class Inspection:
                 for n, (name, index, heads, channels, calls) in enumerate(header["layers"]):
                     tensors = {part: file.get_tensor(f"{n}.{part}") for part in _PARTS}
                     layers.append(Layer(name, index, heads, tuple(channels), calls=calls, **tensors))
-        except SafetensorError as error:
+            statistics = tuple(name for name in NAMES if name in header["statistics"])
+            rest = (header[part] for part in ("batches", "digest", "patterns", "views"))
+            return cls(statistics, header["about"], layers, *rest)
+        except (SafetensorError, KeyError, TypeError) as error:
             raise ValueError(f"path: expected a file written by Inspection.save, got {str(path)!r} ({error})") from None
-        statistics = tuple(name for name in NAMES if name in header["statistics"])
-        return cls(
-            statistics,
-            header["about"],
-            layers,
-            header["batches"],
-            header["digest"],
-            header["patterns"],
-            header["views"],
-        )
 
 
 _PARTS = ("sums", "counts", "rows", "maxima", "key_sums", "key_viewers")

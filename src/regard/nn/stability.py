@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, NamedTuple
 
 import torch
@@ -138,7 +139,14 @@ def _packed(attention: nn.MultiheadAttention) -> _Weights:
     return _Weights(queries, keys)
 
 
+_NORMED = re.compile(r"(^|_)(q|k|qk|query|key)(_|$)")  # of a norm's name: it comes behind the projections
+
+
 def _separate(attention: Any, query: str, key: str, heads: int) -> _Weights:
+    for name, child in attention.named_children():
+        a_norm = "norm" in f"{name}{type(child).__name__}".lower() and not isinstance(child, nn.Identity)
+        if a_norm and name not in ("q_norm", "k_norm") and _NORMED.search(name):
+            raise ValueError(f"attention: expected no norm behind the projections but q_norm and k_norm, got {name}")
     parts: list[list[_Part]] = []
     size = 0
     for name, norm_name in ((query, "q_norm"), (key, "k_norm")):
