@@ -472,11 +472,14 @@ void keep(const Problem &p, const Rows<R, NV> &rows, const Sheet<R, NV> &s, cons
   bool room = listed && lists.room > 0 && rows.hi <= lists.MOST_KEYS;
   for (int i = 0; i < L && room; ++i) {
     lists.ends()[i] = (R)n;
+    if (i >= rows.n) continue;
     const R anchor = ledger.anchor[i / N][i % N], h = ledger.h[i / N][i % N];
-    for (int64_t k = 0; i < rows.n && k < s.length[i]; ++k) {
+    const R sum = ledger.best[i / N][i % N] + ledger.top[i / N][i % N] + anchor + h;
+    if (!(room = sum == sum)) break;  // a row with a NaN has it everywhere, its list may be empty
+    for (int64_t k = 0; k < s.length[i]; ++k) {
       const R x = s.list[k * L + i], d = x - anchor + h;
       if (d <= -Link::ORIGIN) continue;
-      if (!(room = n < lists.room && d == d)) break;  // a row with a NaN has it everywhere, its list has not
+      if (!(room = n < lists.room && d == d)) break;
       lists.keys()[n] = (R)s.index[k * L + i], lists.x()[n++] = x;
     }
   }

@@ -131,9 +131,9 @@ def test_a_hidden_gradient_is_told_also_behind_a_wrapper():
     model = llama()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     model.enable_input_require_grads()
-    with pytest.raises(RuntimeError, match="use_reentrant=False"), regard.hf.entropies(Wrapper(model)):
-        Wrapper(model)
-        model(TOKENS, attention_mask=MASK, labels=TOKENS)
+    wrapped = Wrapper(model)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"), regard.hf.entropies(wrapped):
+        wrapped(input_ids=TOKENS, attention_mask=MASK, labels=TOKENS)
 
 
 def test_a_small_null_weight_is_a_small_change():

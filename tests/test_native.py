@@ -490,6 +490,22 @@ def test_links_backward_from_lists(link, sizes, monkeypatch):
     assert (heads[..., 0] > 0).any() and (heads[..., 1] == 0).any()
 
 
+@each_isa
+@pytest.mark.parametrize("link", ["1.3", "1.5", "2.0"])
+@pytest.mark.parametrize("where", [("q", 7), ("k", 500), ("k", 699)])
+def test_links_nan_is_not_lost_in_lists(link, where, monkeypatch):
+    tensors = spread(5, 6.0, B=1, H=2, Hkv=1, Tq=61, Tk=700, D=16, Dv=16)
+    tensors[where[0]][0, 0, where[1], 2] = math.nan
+    case = Linked(link, tensors, dict)
+    for isa in engine.isas():
+        engine.use(isa)
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "_may_list", lambda form: False)
+            plain = case.run("native")
+        for name, value in case.run("native").items():
+            assert torch.equal(value.isnan(), plain[name].isnan()), name
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_links_backward_from_lists_in_other_types_and_with_dropout(dtype, monkeypatch):
     lists = kept(monkeypatch)

@@ -99,6 +99,8 @@ def read_record(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(_content(path))
         check_format(record, str(path))
+        if not isinstance(record["provenance"], dict):
+            raise TypeError("its provenance is no object")
         for head in record["heads"]:
             _ = head["layer"], head["head"], head["mean"], head["max"]
     except (ValueError, TypeError, KeyError) as error:
