@@ -141,7 +141,7 @@ def test_a_small_null_weight_is_a_small_change():
     regard.hf.retrofit(model, learn="sink")
     before = regard.inspect(model, TOKENS).layers[0].means()["normalized_entropy"]
     with torch.no_grad():
-        model.model.layers[0].self_attn.retrofit.null_weight[3] = 1e-6
+        model.get_parameter("model.layers.0.self_attn.retrofit.null_weight")[3] = 1e-6
     after = regard.inspect(model, TOKENS).layers[0].means()["normalized_entropy"]
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
     with regard.hf.entropies(model) as rows:

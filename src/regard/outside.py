@@ -1,7 +1,9 @@
 """`attention` called from compiled code where it must run in eager mode. Imported there only: it needs Dynamo."""
 
+from typing import Any
+
 import torch
 
 from .operator import attention
 
-attend = torch.compiler.disable(attention, reason="RowsAndColumns: the number of passes depends on the data")
+attend: Any = torch.compiler.disable(attention, reason="RowsAndColumns: the number of passes depends on the data")
