@@ -235,11 +235,10 @@ def test_variance_of_a_training_that_diverges(tmp_path, monkeypatch):
         return out
 
     monkeypatch.setattr(variance.Listener, "__call__", attend)
-    results = []
+    run, results = Run(load("variance"), config, TEXT, tmp_path, "full"), []
+    run.open()
     for seed in range(2):
         calls = iter(range(10**6))
-        run = Run(load("variance"), config, TEXT, tmp_path, "full")
-        run.open()
         run.measure("softmax", seed)
         results.append(run.result("softmax", seed).result)
     assert [r["diverged_at"] for r in results] == [2, 2] and results[0]["val"] is None

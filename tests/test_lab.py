@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from regard import cli
-from regard.lab import page, runner
+from regard.lab import distributed, page, runner
 from regard.lab.corpus import UNKNOWN, Corpus, from_file, standard_library
 from regard.lab.experiments import NAMES, load
 from regard.lab.judging import (
@@ -440,6 +440,15 @@ def test_two_processes_train_as_one(tmp_path):
         losses.append([[r["val"], r.get("loss", 0.0)] for r in records])
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=2e-4, atol=2e-4)
     assert json.loads((tmp_path / "two" / "masking-quick" / "versions.json").read_text())["processes"] == 2
+
+
+def test_processes_join_over_gloo_also_beside_a_gpu(monkeypatch):
+    asked = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "init_process_group", asked.append)
+    distributed.join()
+    assert asked == ["gloo"]
 
 
 def test_workers_give_the_same_cells(tmp_path):
