@@ -52,5 +52,13 @@ def test_the_page_is_written_by_the_code():
     assert page.read_text() == design_space.to_markdown(), "run python -m regard.lab.design_space"
 
 
+def test_the_relative_bias_is_one_of_the_distance():
+    (cell,) = (cell for cell in CELLS if cell.names == "relative position bias")
+    bias = eval("log_prior", design_space._names())
+    assert bias.shape == (design_space.H, design_space.T, design_space.T) and "Bias(log_prior)" in cell.expression
+    assert torch.equal(bias[:, 1:, 1:], bias[:, :-1, :-1])
+    assert len(bias[:, 0].unique()) == len(bias[:, :, 0].unique()) == bias[:, 0].numel()  # both ways, every head
+
+
 def test_every_cell_is_another_one():
     assert len({(cell.expression, cell.is_causal) for cell in CELLS}) == len(CELLS)

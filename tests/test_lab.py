@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from regard import cli
-from regard.lab import page
+from regard.lab import distributed, page, runner
 from regard.lab.corpus import UNKNOWN, Corpus, from_file, standard_library
 from regard.lab.experiments import NAMES, load
 from regard.lab.judging import (
@@ -25,6 +26,7 @@ from regard.lab.judging import (
     Judged,
     decide,
     differences,
+    equivalent,
     interval,
     judge,
     ratios,
@@ -54,6 +56,8 @@ def test_interval_is_students():
         ([-0.020, -0.021, -0.019], (0.01, 0.03), REFUTED),  # the other way round
         ([0.30, 0.31, 0.29], (0.01, 0.03), REFUTED),  # far larger than claimed
         ([0.0, 0.0, 0.0], (0.01, 0.03), REFUTED),
+        ([0.035, 0.04, 0.036], (0.01, 0.03), REFUTED),
+        ([0.035, 0.04, 0.03], (0.01, 0.03), NOT_SIGNIFICANT),  # an effect, and the interval reaches the range
         ([0.02], (0.01, 0.03), NOT_SIGNIFICANT),  # one seed tells nothing
         ([math.inf, math.inf], (0.01, math.inf), MEASURED),
         ([math.nan, 1.0], (0.01, math.inf), NOT_SIGNIFICANT),
@@ -63,6 +67,31 @@ def test_verdicts(numbers, claimed, expected):
     assert verdict(interval(numbers), claimed) == expected
 
 
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ([0.001, -0.002, 0.0], MEASURED),
+        ([0.010, 0.011, 0.009], MEASURED),  # a difference for certain, but a small one
+        ([0.1, -0.1, 0.0], NOT_SIGNIFICANT),  # the mean is 0, and the seeds tell nothing
+        ([0.015, 0.025, 0.01], NOT_SIGNIFICANT),
+        ([0.0], NOT_SIGNIFICANT),
+        ([math.nan, 0.0], NOT_SIGNIFICANT),
+        ([0.05, 0.051, 0.049], REFUTED),
+        ([math.inf, math.inf], REFUTED),
+    ],
+)
+def test_equivalence_needs_the_whole_interval(numbers, expected):
+    assert equivalent(interval(numbers), (-0.02, 0.02)) == expected
+    assert judge("a", "b", "c", interval(numbers), (-0.02, 0.02), same=True).verdict == expected
+
+
+def test_an_effect_whose_size_is_not_settled_is_said_to_be_one():
+    size = judge("a", "b", "c", interval([0.035, 0.04, 0.03]), (0.01, 0.03), note="Read so.")
+    assert size.verdict == NOT_SIGNIFICANT and size.note == "Read so. An effect, but its size is not settled."
+    assert judge("a", "b", "c", interval([0.02, -0.02, 0.01]), (0.01, 0.03)).note == ""
+    assert judge("a", "b", "c", interval([0.02, 0.021, 0.019]), (0.01, 0.03)).note == ""
+
+
 def test_verdicts_on_ratios():
     slower = ratios([400.0, 420.0, 390.0], [100.0, 100.0, 100.0])
     assert slower.low < 4.03 < slower.high
@@ -70,6 +99,8 @@ def test_verdicts_on_ratios():
     assert verdict(ratios([110.0, 112.0, 111.0], [100.0] * 3), (3.0, 5.0), null=1.0) == REFUTED
     back = ratios([100.0] * 3, [400.0, 420.0, 390.0])
     assert back.mean == pytest.approx(1 / slower.mean) and back.low == pytest.approx(1 / slower.high)
+    assert ratios([0.0, 0.0], [1.0, 1.0]).mean == 0 and ratios([1.0, 1.0], [0.0, 0.0]).mean == math.inf
+    assert math.isnan(ratios([math.inf], [math.inf]).mean)
 
 
 def test_judged_in_words():
@@ -221,6 +252,25 @@ def test_another_run_in_the_same_folder_is_refused(tmp_path):
     versions.write_text(versions.read_text().replace(torch.__version__, "1.0"))
     with pytest.raises(Refused, match=r"versions.json: this run was begun with torch = '1.0'"):
         fresh(tmp_path)
+
+
+def test_a_run_does_not_go_on_with_other_sources(tmp_path, monkeypatch):
+    def hashed():
+        return runner.sources.__wrapped__()
+
+    package = tmp_path / "regard"
+    shutil.copytree(Path(runner.__file__).parents[1], package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    before = hashed()
+    monkeypatch.setattr(runner, "__file__", str(package / "lab" / "runner.py"))
+    assert hashed() == before  # wherever it is installed
+    with (package / "lab" / "judging.py").open("a") as file:
+        file.write("# changed\n")
+    changed = hashed()
+    assert changed != before
+    fresh(tmp_path / "run")
+    monkeypatch.setattr(runner, "sources", lambda: changed)
+    with pytest.raises(Refused, match=f"versions.json: this run was begun with sources = '{before}'"):
+        fresh(tmp_path / "run")
 
 
 def test_a_training_that_diverges_ends(tmp_path):
@@ -390,6 +440,15 @@ def test_two_processes_train_as_one(tmp_path):
         losses.append([[r["val"], r.get("loss", 0.0)] for r in records])
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=2e-4, atol=2e-4)
     assert json.loads((tmp_path / "two" / "masking-quick" / "versions.json").read_text())["processes"] == 2
+
+
+def test_processes_join_over_gloo_also_beside_a_gpu(monkeypatch):
+    asked = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "init_process_group", asked.append)
+    distributed.join()
+    assert asked == ["gloo"]
 
 
 def test_workers_give_the_same_cells(tmp_path):

@@ -127,11 +127,17 @@ def _names() -> dict[str, Any]:
         "b": torch.tensor([0.5, -0.5, 1.0, 0.0]),
         "tau": torch.tensor([0.5, 1.0, 2.0, 4.0])[:, None, None],
         "alpha": torch.tensor([1.2, 1.5, 1.8, 2.0]),
-        "log_prior": torch.linspace(-1, 1, T),
+        "log_prior": _of_distance(torch.linspace(-1, 1, H * (2 * T - 1)).sin().reshape(H, -1)),
         "chi2": regard.FDivergence(f=_chi2, link=_chi2_link, slope=torch.ones_like, lower=-1.0),
         "math": math,
     }
     return {name: getattr(regard, name) for name in regard.__all__} | vars(features) | own
+
+
+def _of_distance(table: torch.Tensor) -> torch.Tensor:
+    """[H, 2T - 1], a number for each i - j from 1 - T to T - 1: the bias [H, T, T] of query i and key j."""
+    positions = torch.arange(T)
+    return table[:, positions[:, None] - positions + T - 1]
 
 
 def _chi2(x: torch.Tensor) -> torch.Tensor:
@@ -234,7 +240,8 @@ def to_markdown() -> str:
     lines += [
         "",
         "In the expressions `n` is the number of keys, `b`, `slopes`, `tau` and `alpha` have a number per head, `ids`",
-        "numbers documents, and `chi2` is an `FDivergence`.",
+        "numbers documents, `log_prior` [H, T, T] has a number per head and distance i − j, and `chi2` is an",
+        "`FDivergence`.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -4,15 +4,17 @@ An effect is a number per seed, of two runs that share everything but the settin
 seeds. A claim says in which range the effect lies:
 
     refuted          the interval and the claimed range have no point in common
-    measured         they have, and the interval excludes "no effect"
-    not significant  they have, but "no effect" is inside the interval too (or there were not enough seeds to tell)
+    measured         the mean is in the range, and the interval excludes "no effect"
+    not significant  all else: "no effect" is inside the interval too, or there is an effect of unsettled size
+
+A claim that two things are the same within a range is measured only where the whole interval is inside (`equivalent`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -75,13 +77,17 @@ def differences(a: Sequence[float], b: Sequence[float]) -> Interval:
 
 
 def ratios(a: Sequence[float], b: Sequence[float]) -> Interval:
-    """a / b, seed by seed; averaged and bounded as logarithms, so that a/b and b/a agree."""
-    logs = interval([math.log(x / y) for x, y in _pairs(a, b)])
-    return Interval(math.exp(logs.mean), math.exp(logs.low), _exp(logs.high), logs.n)
+    """a / b, seed by seed; averaged and bounded as logarithms, so that a/b and b/a agree. Each from 0 to inf."""
+    logs = interval([_log(x) - _log(y) for x, y in _pairs(a, b)])
+    return Interval(_exp(logs.mean), _exp(logs.low), _exp(logs.high), logs.n)
+
+
+def _log(x: float) -> float:
+    return -math.inf if x == 0 else math.log(x)
 
 
 def _exp(x: float) -> float:
-    return math.inf if x == math.inf else math.exp(x)
+    return math.inf if x > 709 else math.exp(x)
 
 
 def _pairs(a: Sequence[float], b: Sequence[float]) -> list[tuple[float, float]]:
@@ -92,14 +98,31 @@ def _pairs(a: Sequence[float], b: Sequence[float]) -> list[tuple[float, float]]:
 
 def verdict(effect: Interval, claimed: tuple[float, float], null: float = 0.0) -> str:
     """What the interval of an effect says about a claim that it lies in `claimed`; `null` is no effect."""
+    if math.isnan(effect.mean):
+        return NOT_SIGNIFICANT
+    if _disjoint(effect, claimed):
+        return REFUTED
+    return MEASURED if _differs(effect, null) and claimed[0] <= effect.mean <= claimed[1] else NOT_SIGNIFICANT
+
+
+def equivalent(effect: Interval, claimed: tuple[float, float]) -> str:
+    """What the interval says about a claim that the effect is no larger than `claimed`: all of it must be inside."""
+    if math.isnan(effect.mean):
+        return NOT_SIGNIFICANT
+    if _disjoint(effect, claimed):
+        return REFUTED
+    return MEASURED if claimed[0] <= effect.low and effect.high <= claimed[1] else NOT_SIGNIFICANT
+
+
+def _disjoint(effect: Interval, claimed: tuple[float, float]) -> bool:
     low, high = claimed
     if low > high:
         raise ValueError(f"claimed: expected (low, high), got {claimed}")
-    if math.isnan(effect.mean):
-        return NOT_SIGNIFICANT
-    if effect.high < low or effect.low > high:
-        return REFUTED
-    return NOT_SIGNIFICANT if effect.low <= null <= effect.high else MEASURED
+    return effect.high < low or effect.low > high
+
+
+def _differs(effect: Interval, null: float) -> bool:
+    return not effect.low <= null <= effect.high
 
 
 @dataclass(frozen=True)
@@ -124,12 +147,24 @@ def judge(
     claimed: tuple[float, float],
     *,
     null: float = 0.0,
+    same: bool = False,
     percent: bool = False,
     note: str = "",
 ) -> Judged:
-    """The verdict on a claim that an effect lies in a range, with the effect in words (`percent`: in hundredths)."""
+    """The verdict on a claim that an effect lies in a range, with the effect in words (`percent`: in hundredths).
+
+    `same`: the claim is that there is no effect beyond the range (`equivalent`); `null` is not used.
+    """
     shown = effect.scaled(100).words(" %") if percent else effect.words()
-    return Judged(claim, source, f"{what}: {shown}", verdict(effect, claimed, null), note)
+    found = equivalent(effect, claimed) if same else verdict(effect, claimed, null)
+    if found == NOT_SIGNIFICANT and not same and not math.isnan(effect.mean) and _differs(effect, null):
+        note = f"{note} An effect, but its size is not settled.".strip()
+    return Judged(claim, source, f"{what}: {shown}", found, note)
+
+
+def withhold(judged: Judged, why: str) -> Judged:
+    """No verdict after all: what the claim presupposes was not found."""
+    return replace(judged, verdict=NOT_SIGNIFICANT, note=why)
 
 
 def decide(claim: str, source: str, effect: str, holds: bool, note: str = "") -> Judged:

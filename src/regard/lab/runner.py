@@ -9,6 +9,7 @@ A finished cell is never computed again, and one that was interrupted goes on fr
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -333,12 +335,23 @@ def _difference(there: dict[str, Any], mine: dict[str, Any]) -> str:
     raise AssertionError("nothing differs")
 
 
+@cache
+def sources() -> str:
+    """A hash of the package's Python files, by name and content, as this process found them first."""
+    package, found = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        content = path.read_bytes()
+        found.update(f"{path.relative_to(package).as_posix()} {len(content)}\n".encode() + content)
+    return found.hexdigest()
+
+
 def versions() -> dict[str, Any]:
-    """What may change a result's last digits."""
+    """What may change a result's last digits, or the result."""
     from ..doctor import machine
 
     return {
         "regard": __version__,
+        "sources": sources(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "processor": machine()["cpu"],
@@ -385,7 +398,18 @@ def configured(experiment: Experiment, quick: bool, changes: Mapping[str, str]) 
         config[name] = value
     if config["seeds"] < 1:
         raise Refused(f"--set seeds: expected at least 1, got {config['seeds']}")
+    experiment.settings(config)  # refuses what the experiment cannot do, before anything is written
     return config
+
+
+def need_temperatures(config: Config, *needed: float) -> None:
+    """See that the configured temperatures are some, and that those a verdict compares are among them."""
+    found = config["temperatures"]
+    if not all(isinstance(tau, int | float) and not isinstance(tau, bool) and 0 <= tau < math.inf for tau in found):
+        raise Refused(f"--set temperatures: expected finite numbers >= 0, got {found}")
+    if not set(needed) <= set(found):
+        wanted = ", ".join(f"{tau:g}" for tau in needed)
+        raise Refused(f"--set temperatures: expected {wanted} among them, which the verdicts compare, got {found}")
 
 
 def _kind(value: object) -> str:

@@ -52,12 +52,13 @@ class Training:
 
 
 def optimizer_for(model: nn.Module, training: Training) -> torch.optim.AdamW:
-    """AdamW; only matrices decay."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": training.decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    """AdamW; only the matrices of layers and embeddings decay, not what a problem learns (a temperature, a prior)."""
+    decaying, others = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decays = name.endswith("weight") and parameter.dim() >= 2
+            (decaying if decays else others).append(parameter)
+    groups = [{"params": decaying, "weight_decay": training.decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=training.rate, betas=training.betas)
 
 
@@ -235,4 +236,4 @@ def perplexity_change(a: Sequence[float], b: Sequence[float]) -> Interval:
 
 
 def _relative(difference: float) -> float:
-    return math.expm1(difference) if difference < 700 else math.inf
+    return math.inf if difference >= 700 else math.expm1(difference)  # nan where both diverged

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...features import LinearAttention, Performer
+from ...nn import Transformer
 from ...nn.variants import raw_dot_products, relu_features, relu_normalisation, row_sum_normalisation
 from ...problem import Free, Transport
 from ...regularizers import FermiDirac, Tsallis
@@ -19,7 +20,7 @@ SOURCE = "003, brain teasers #1 and #3"
 
 
 def attention_named(name: str, config: Config) -> dict[str, Any]:
-    """The arguments of `Transformer` for one row of the comparison."""
+    """The arguments of `Transformer` for one row of the comparison; then `draw_directions`."""
     problems = {
         "softmax": Transport(),
         "entmax-1.5": Transport(Tsallis(1.5)),
@@ -34,10 +35,19 @@ def attention_named(name: str, config: Config) -> dict[str, Any]:
         "raw dot products": raw_dot_products,
         "linear (elu + 1)": LinearAttention(),
     }
-    if name == "Performer":  # random directions of its own: the model's weights are drawn as for the others
+    if name == "Performer":  # with a generator: the model's weights are drawn as for the others
         dim = config["width"] // config["heads"]
         return {"attention": Performer(dim, 4 * dim, generator=torch.Generator().manual_seed(0))}
     return {"problem": problems[name]} if name in problems else {"attention": attentions[name]}
+
+
+def draw_directions(model: Transformer, seed: int) -> Transformer:
+    """The model, each layer's Performer with directions of its own, by the seed (layers begin as copies of one)."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, Performer):
+            module.redraw(generator)
+    return model
 
 
 def settings(config: Config) -> list[str]:
@@ -45,7 +55,8 @@ def settings(config: Config) -> list[str]:
 
 
 def measure(cell: Cell) -> dict[str, Any]:
-    trained = train_on_text(cell, text_model(cell, **attention_named(cell.setting, cell.config)))
+    model = text_model(cell, **attention_named(cell.setting, cell.config))
+    trained = train_on_text(cell, draw_directions(model, cell.seed))
     losses = [record["val"] for record in trained.metrics if record.get("val") is not None]
     return {
         "val": trained.last("val"),

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ..judging import Interval, differences, interval, judge
-from ..runner import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Table
+from ..runner import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Table, need_temperatures
 from ..training import text_model, train_on_text, validation
 
 SOURCE = "003, “The Temperature Knob”"
+COMPARED = (0.5, 1.0, 1.5)  # temperatures
 MEASURES = {
     "entropy": "entropy of the next character, nats",
     "distinct": "different 4-grams, share",
@@ -22,6 +23,7 @@ MEASURES = {
 
 
 def settings(config: Config) -> list[str]:
+    need_temperatures(config, *COMPARED)
     return ["text"]
 
 
@@ -85,27 +87,27 @@ def conclude(outcomes: Outcomes) -> Conclusion:
     def change(name: str, high: float, low: float) -> Interval:
         return differences(column(name, high), column(name, low))
 
-    low, high = 0.5, 1.5
+    low, one, high = COMPARED
     verdicts = [
         judge(
             "Higher temperature = more diverse outputs",
             SOURCE,
             f"share of different 4-grams, τ = {high:g} minus τ = 1",
-            change("distinct", high, 1.0),
+            change("distinct", high, one),
             (0.0, math.inf),
         ),
         judge(
             "Lower temperature = more focused, deterministic outputs",
             SOURCE,
             f"first characters that two samples share, τ = {low:g} minus τ = 1",
-            change("agreement", low, 1.0),
+            change("agreement", low, one),
             (0.0, math.inf),
         ),
         judge(
             "Low temperatures make a model repeat itself",
             "common experience",
             f"share of 8-grams written before, τ = {low:g} minus τ = 1",
-            change("repetition", low, 1.0),
+            change("repetition", low, one),
             (0.0, math.inf),
         ),
     ]

@@ -15,7 +15,7 @@ from ...nn.transformer import Attention
 from ...operator import attention
 from ...problem import Transport
 from ...statistics import AuxRequest
-from ..judging import Interval, interval, judge, ratios
+from ..judging import MEASURED, Interval, interval, judge, ratios, verdict, withhold
 from ..runner import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Table
 from ..training import perplexity_change, text_model, train_on_text
 
@@ -90,23 +90,37 @@ def saturation(model: Transformer, tokens: Tensor, problem: Transport | None) ->
 
 
 def steps_to(curve: list[list[float]], loss: float) -> float:
-    """The step at which a loss was reached, between two measurements by a straight line; inf if it never was."""
+    """The step at which a loss was reached, between two measurements by a straight line; inf if it never was.
+
+    At least 1: a loss that was there from the beginning is no reason to divide by 0.
+    """
     for (a, high), (b, low) in itertools.pairwise(curve):
         if low <= loss:
-            return a + (b - a) * max(0.0, high - loss) / max(1e-12, high - low)
+            return max(1.0, a + (b - a) * max(0.0, high - loss) / max(1e-12, high - low))
     return math.inf
 
 
 def slowdown(outcomes: Outcomes, slow: str, fast: str) -> Interval:
-    """How many times as many steps one needs to reach the loss that both reach (the worse of the two at the end)."""
-    pairs = []
-    for a, b in zip(outcomes.each(slow), outcomes.each(fast), strict=True):
-        losses = (a.result["val"], b.result["val"])
-        if None in losses:
-            pairs.append((math.inf, 1.0))
-            continue
-        pairs.append((steps_to(a.result["curve"], max(losses)), steps_to(b.result["curve"], max(losses))))
-    return ratios([a for a, _ in pairs], [b for _, b in pairs])
+    """How many times as many steps one needs to reach the loss that both reach (the worse of the two at the end).
+
+    One that diverged (val is null) never does.
+    """
+    steps: tuple[list[float], list[float]] = ([], [])
+    for pair in zip(outcomes.each(slow), outcomes.each(fast), strict=True):
+        ends = [o.result["val"] for o in pair]
+        reached = max((end for end in ends if end is not None), default=math.nan)
+        for found, outcome, end in zip(steps, pair, ends, strict=True):
+            found.append(math.inf if end is None else steps_to(outcome.result["curve"], reached))
+    return ratios(*steps)
+
+
+def closed(broken: float, rescued: float, scaled: float) -> float:
+    """The share of the gap between two losses that a third one closes; nan where there is no gap."""
+    if not broken > scaled:
+        return math.nan
+    if broken == math.inf:  # the limit
+        return 0.0 if rescued == math.inf else 1.0
+    return (broken - rescued) / (broken - scaled)
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
@@ -147,19 +161,22 @@ def conclude(outcomes: Outcomes) -> Conclusion:
                     percent=True,
                 ),
             ]
-    broken = name_of("unit", large, "unscaled")
+    broken, scaled = (outcomes.values(name_of("unit", large, how), "val") for how in ("unscaled", "scaled"))
+    breaks = verdict(perplexity_change(broken, scaled), (0.0, math.inf)) == MEASURED
     for how in RESCUES:
-        gain = perplexity_change(outcomes.values(broken, "val"), outcomes.values(name_of("unit", large, how), "val"))
-        verdicts.append(
-            judge(
-                f"{how[0].upper()}{how[1:]} rescues an unscaled model",
-                "001 (information geometry)" if how == "natural gradient" else "common practice",
-                f"init unit, d {large}: perplexity of the unscaled model above the rescued one's",
-                gain,
-                (0.0, math.inf),
-                percent=True,
-            )
+        rescued = outcomes.values(name_of("unit", large, how), "val")
+        judged = judge(
+            f"{how[0].upper()}{how[1:]} rescues an unscaled model: at least half of what it lost",
+            "001 (information geometry)" if how == "natural gradient" else "common practice",
+            f"init unit, d {large}: share of the loss between unscaled and scaled that is won back",
+            interval([closed(*losses) for losses in zip(broken, rescued, scaled, strict=True)]),
+            (0.5, math.inf),
+            null=0.5,
+            percent=True,
         )
+        if not breaks:
+            judged = withhold(judged, "The unscaled model is not worse beyond doubt: there is nothing to rescue.")
+        verdicts.append(judged)
     table = Table(
         "Without 1/√d: at the first step, and what it cost in the end",
         [

@@ -16,13 +16,15 @@ from ...operator import attention
 from ...problem import Transport
 from ...statistics import AuxRequest
 from ..judging import interval, judge
-from ..runner import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Refused, Series, Table
+from ..runner import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Refused, Series, Table, need_temperatures
 from ..training import mean_loss, text_model, train_on_text, validation
 
 SOURCE = "003, “The Temperature Knob”: interpretability"
+COMPARED = (0.5, 2.0)  # temperatures
 
 
 def settings(config: Config) -> list[str]:
+    need_temperatures(config, *COMPARED)
     return config["models"]
 
 
@@ -140,9 +142,15 @@ def _temperature(hf: Any, model: Any, tau: float, which: list[int]) -> Iterator[
 
 
 def rank_correlation(a: list[float], b: list[float]) -> float:
-    """Spearman's: the correlation of the ranks."""
-    x, y = (torch.tensor(v, dtype=torch.float64).argsort().argsort().double() for v in (a, b))
-    return torch.corrcoef(torch.stack([x, y]))[0, 1].item()
+    """Spearman's: the correlation of the ranks. Equal numbers share the mean of theirs; nan if all are equal."""
+    x, y = (_ranks(torch.tensor(v, dtype=torch.float64)) for v in (a, b))
+    x, y = x - x.mean(), y - y.mean()
+    return (x @ y / (x.square().sum() * y.square().sum()).sqrt()).item()
+
+
+def _ranks(numbers: Tensor) -> Tensor:
+    below, equal = numbers[:, None] > numbers, numbers[:, None] == numbers
+    return below.sum(1) + (equal.sum(1) - 1) / 2
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
@@ -158,7 +166,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
                 interval([o.result["all"][taus.index(tau)] - o.result["base"] for o in each]),
                 (0.0, math.inf),
             )
-            for tau in (0.5, 2.0)
+            for tau in COMPARED
         ]
         columns = [[o.result["all"][n] - o.result["base"] for o in each] for n in range(len(taus))]
         low, high = [min(c) for c in columns], [max(c) for c in columns]

@@ -17,7 +17,7 @@ from ... import geometry
 from ...nn import Transformer
 from ...operator import attention
 from ..judging import decide, interval, judge
-from ..runner import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Table
+from ..runner import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Refused, Series, Table
 from ..training import text_model, train_on_text
 
 SOURCE = "001, the abstract"
@@ -85,7 +85,24 @@ def measure(cell: Cell) -> dict[str, Any]:
         return found | {"ratio": with_ / without, "worse": worse / count}
 
     trained = train_on_text(cell, model, also)
-    # The formula against what a sampler finds, on a few rows of the trained model.
+    # A training that diverged says no more than it had said until then.
+    curve = [record for record in trained.metrics if record.get("ratio") is not None]
+    if not curve:
+        raise Refused(f"{cell.setting}, seed {cell.seed}: the loss was not finite before anything was measured")
+    return {
+        "first": curve[0]["ratio"],
+        "last": curve[-1]["ratio"],
+        "mean": math.fsum(record["ratio"] for record in curve) / len(curve),
+        "worse": curve[-1]["worse"],
+        "layers": [curve[-1][f"ratio_{n}"] for n in range(layers)],
+        "sampler_error": sampler_error(cell, model, listener) if trained.diverged_at is None else math.nan,
+        "val": trained.last("val"),
+        "diverged_at": trained.diverged_at,
+    }
+
+
+def sampler_error(cell: Cell, model: Transformer, listener: Listener) -> float:
+    """The formula against what a sampler finds, on a few rows of the trained model: the largest relative difference."""
     scores, utility = (
         t[0, 0, -8:] for t in rows_of(model, listener, cell.corpus.tokens[None, : cell.config["length"] + 1])[0]
     )
@@ -97,17 +114,7 @@ def measure(cell: Cell) -> dict[str, Any]:
         for b in (True, False)
     ]
     exact = variances(scores, utility)
-    errors = [(s / e - 1).abs().max().item() for s, e in zip(sampled, exact, strict=True)]
-    curve = [record["ratio"] for record in trained.metrics]
-    return {
-        "first": curve[0],
-        "last": curve[-1],
-        "mean": math.fsum(curve) / len(curve),
-        "worse": trained.last("worse"),
-        "layers": [trained.last(f"ratio_{n}") for n in range(layers)],
-        "sampler_error": max(errors),
-        "val": trained.last("val"),
-    }
+    return max((s / e - 1).abs().max().item() for s, e in zip(sampled, exact, strict=True))
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
@@ -131,6 +138,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
         ),
     ]
     each = outcomes.each("softmax")
+    errors = [e for e in outcomes.values("softmax", "sampler_error") if math.isfinite(e)]
     layers = range(len(each[0].result["layers"]))
     rows = [[f"layer {n}", interval([o.result["layers"][n] for o in each]).brief()] for n in layers]
     rows += [
@@ -142,7 +150,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
         Table(
             "The exact variance against a sampler's",
             ["largest relative difference", "draws"],
-            [[f"{max(outcomes.values('softmax', 'sampler_error')):.3f}", str(outcomes.config["draws"])]],
+            [[f"{max(errors):.3f}" if errors else "every training diverged", str(outcomes.config["draws"])]],
         ),
     ]
     figures = [
