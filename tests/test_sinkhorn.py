@@ -526,6 +526,66 @@ def test_failure_to_converge_is_told():
         call(problem=Transport(marginal=RowsAndColumns(strict=True)))
 
 
+def crowded(T, queries, keys):
+    """The first queries may read the first keys alone, which cannot receive all that they ship."""
+    mask = torch.ones(T, T, dtype=torch.bool)
+    mask[:queries, keys:] = False
+    return mask
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.float32], ids=str)
+@pytest.mark.parametrize("T", [8, 64])
+@pytest.mark.parametrize("kind", ["over", "block"])
+def test_no_plan_is_never_taken_for_one(kind, T, dtype):
+    """Prices that run off leave a residual of rounding alone, which can be 0 by chance: each head is told of."""
+    mask = crowded(T, 2, 1) if kind == "over" else crowded(T, T // 2, T // 4)
+    q, k, v = (draw(4, 2, T, 8, seed=seed, dtype=dtype) for seed in range(3))
+    settings = {"max_iterations": 250 if T == 8 else 60}
+    with pytest.warns(UserWarning, match="in a wrong column .* in 8 of 8 heads"):
+        out, aux = regard.attention(
+            q, k, v, mask, problem=Transport(marginal=RowsAndColumns(**settings)),
+            return_aux=AuxRequest(column_residual=True, key_mass=True, mass=True),
+        )  # fmt: skip
+    least = {"over": 2 / T, "block": 1 / 2}[kind]  # of the mass: what is too much here is too little elsewhere
+    assert bool((aux.column_residual.sum(-1) / T > least * (1 - 1e-4)).all())
+    assert (aux.column_residual - (aux.key_mass - 1).abs()).abs().max() < 1e-4
+    assert out.isfinite().all() and (aux.mass - 1).abs().max() < 1e-4
+    with pytest.raises(RuntimeError, match="in 8 of 8 heads"):
+        regard.attention(q, k, v, mask, problem=Transport(marginal=RowsAndColumns(strict=True, **settings)))
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.float32], ids=str)
+@pytest.mark.parametrize("T", [8, 64])
+def test_masks_that_leave_a_plan_do_not_warn(T, dtype):
+    """Nearly triangular, and a band."""
+    q, k, v = (draw(4, 2, T, 8, seed=seed, dtype=dtype) for seed in range(3))
+    whole = torch.ones(T, T, dtype=torch.bool)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for mask in (whole.tril(T // 4), whole.tril(2).triu(-2)):
+            regard.attention(q, k, v, mask, problem=Transport(marginal=RowsAndColumns(strict=True)))
+
+
+@by_backend
+def test_column_sums_are_those_of_the_plan(backend):
+    """Unequal rows, shared keys, steps too few to meet the columns."""
+    q, k, v = draw(2, 4, 6, 3), draw(2, 2, 5, 3, seed=1), draw(2, 2, 5, 2, seed=2)
+    row = draw(4, 6, seed=3).exp()
+    problem = Transport(marginal=RowsAndColumns(row=row, iterations=3))
+    asked = AuxRequest(column_residual=True, key_mass=True)
+    with torch.inference_mode():
+        _, aux = regard.attention(q, k, v, problem=problem, enable_gqa=True, backend=backend, return_aux=asked)
+    p = regard.solve(q @ k.repeat_interleave(2, 1).mT / math.sqrt(3), problem).weights
+    assert (aux.key_mass - p.sum(-2)).abs().max() < 1e-12
+    residual = (p.sum(-2) - row.sum(-1, keepdim=True) / 5).abs()
+    assert (aux.column_residual - residual).abs().max() < 1e-12 and residual.max() > 1e-3
+    for Tq, Tk in ((0, 5), (6, 0)):
+        empty = (q[:, :, :Tq], k[:, :, :Tk], v[:, :, :Tk])
+        few = Transport(marginal=RowsAndColumns(row=row[:, :Tq]))
+        _, aux = regard.attention(*empty, problem=few, enable_gqa=True, backend=backend, return_aux=asked)
+        assert aux.column_residual.shape == (2, 4, Tk) and not aux.column_residual.any()
+
+
 def test_statistics_of_columns_are_of_two_sided_plans():
     for name in ("column_dual", "column_residual", "iterations"):
         with pytest.raises(ValueError, match=f"return_aux: {name} is defined for RowsAndColumns only"):
