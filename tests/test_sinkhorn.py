@@ -495,6 +495,63 @@ def test_refusals(more, words):
         call(problem=Transport(more.pop("regularizer", None), **parts), **more)
 
 
+LOWER = torch.ones(5, 5, dtype=torch.bool).tril()
+ONE_OF_MANY = torch.stack([torch.ones(5, 5, dtype=torch.bool), LOWER])  # a head
+FORBIDDEN = torch.zeros(5, 5, dtype=F64).masked_fill(~LOWER, -math.inf)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        LOWER, LOWER.expand(1, 2, 5, 5), ONE_OF_MANY, LOWER.tril(-1), LOWER & (torch.arange(5) < 4), FORBIDDEN,
+        FORBIDDEN.float().clamp(min=torch.finfo(torch.float32).min), FORBIDDEN.clone().requires_grad_(),
+        LOWER & (TWO[:, None] == TWO),
+    ],
+    ids=["bool", "expanded", "one head", "strict", "padded", "float", "finite", "learned", "packed"],
+)  # fmt: skip
+def test_causal_masks_are_refused(mask):
+    """However they are spelled: earlier outputs would change with later queries."""
+    problem = Transport(marginal=RowsAndColumns())
+    with pytest.raises(ValueError, match=r"attn_mask: RowsAndColumns refuses a causal .* read the future"):
+        call(attn_mask=mask, problem=problem)
+    if mask.is_floating_point():
+        with pytest.raises(ValueError, match=r"Bias\(log_prior\): RowsAndColumns refuses a causal .* read the future"):
+            call(problem=Transport(prior=Bias(mask), marginal=RowsAndColumns()))
+        with pytest.raises(ValueError, match="read the future"):
+            regard.solve(draw(2, 5, 5), Transport(prior=Bias(mask), marginal=RowsAndColumns()))
+
+
+def test_causal_masks_of_modules_are_refused():
+    module = regard.nn.MultiheadAttention(8, 2, problem=Transport(marginal=RowsAndColumns()), batch_first=True)
+    x = torch.randn(1, 5, 8)
+    with pytest.raises(ValueError, match="read the future"):
+        module(x, x, x, attn_mask=torch.ones(5, 5, dtype=torch.bool).triu(1))
+    module(x, x, x, attn_mask=torch.ones(5, 5, dtype=torch.bool).triu(3))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.ones(5, 5, dtype=torch.bool), TWO[:, None] == TWO, torch.eye(5, dtype=torch.bool),
+        (torch.arange(5) < 1).expand(5, 5), (torch.arange(5) == 4)[:, None].expand(5, 5), torch.arange(5) < 3,
+        (torch.arange(5) < 3) & (torch.arange(5) < 3)[:, None], torch.zeros(5, 5, dtype=torch.bool),
+    ],
+    ids=["whole", "blocks", "diagonal", "one key", "one query", "keys", "padding", "nothing"],
+)  # fmt: skip
+def test_other_masks_are_not_taken_for_causal(mask):
+    bias = torch.zeros(mask.shape, dtype=F64).masked_fill(~mask, -math.inf)
+    by_mask = call(attn_mask=mask, problem=Transport(marginal=RowsAndColumns(strict=True)))
+    by_bias = call(problem=Transport(prior=Bias(bias), marginal=RowsAndColumns(strict=True)))
+    assert (by_mask - by_bias).abs().max() < 1e-9
+
+
+def test_a_triangle_that_is_not_square_is_no_causal_mask():
+    """Which position a query has among more keys, the mask does not say."""
+    q, k = draw(1, 2, 3, 4), draw(1, 2, 5, 4)
+    mask = torch.ones(3, 5, dtype=torch.bool).tril(2)
+    regard.attention(q, k, k, mask, problem=Transport(marginal=RowsAndColumns(strict=True)))
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -509,10 +566,10 @@ def test_what_is_declared_is_checked(bad):
 
 
 def test_failure_to_converge_is_told():
-    """Under a triangular mask the only plan is the diagonal, which no finite prices give."""
-    mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    """Under a triangular mask the only plan is its diagonal, which no finite prices give (not the causal one)."""
+    mask = torch.ones(5, 5, dtype=torch.bool).triu()
     short = {"max_iterations": 8, "tolerance": 1e-9}
-    with pytest.warns(UserWarning, match=r"after 8 iterations .*e-\d\d of the mass is in a wrong column"):
+    with pytest.warns(UserWarning, match=r"after \d+ iterations .*e-\d\d of the mass is in a wrong column"):
         _, aux = call(
             attn_mask=mask,
             problem=Transport(marginal=RowsAndColumns(**short)),
