@@ -578,6 +578,8 @@ def test_failure_to_converge_is_told():
     assert (aux.column_residual - (aux.key_mass - 1).abs()).abs().max() < 1e-12 and aux.column_residual.max() > 1e-9
     with pytest.raises(RuntimeError, match="in a wrong column"):
         call(attn_mask=mask, problem=Transport(marginal=RowsAndColumns(strict=True, **short)))
+    with pytest.raises(RuntimeError, match="more of the mass than float64 can tell may be in a wrong column"):
+        call(problem=Transport(marginal=RowsAndColumns(strict=True, max_iterations=8), temperature=1e-12))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         call(problem=Transport(marginal=RowsAndColumns(strict=True)))

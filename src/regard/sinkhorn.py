@@ -617,9 +617,10 @@ def _report(found: Found, settings: RowsAndColumns) -> None:
     missed = off > settings.tolerance
     if not bool(missed.any()):
         return
-    where = int(missed.sum())
+    where, worst = int(missed.sum()), float(off.max())
+    amount = f"{worst:.2e} of the mass is" if worst < math.inf else "more of the mass than float64 can tell may be"
     text = (
-        f"RowsAndColumns: after {int(found.iterations.max())} iterations {float(off.max()):.2e} of the mass is in a "
+        f"RowsAndColumns: after {int(found.iterations.max())} iterations {amount} in a "
         f"wrong column (tolerance {settings.tolerance:.0e}) in {where} of {off.numel()} heads: the temperature is "
         f"small, or masks and marginals leave no plan that meets them"
     )
