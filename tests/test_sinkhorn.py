@@ -495,6 +495,63 @@ def test_refusals(more, words):
         call(problem=Transport(more.pop("regularizer", None), **parts), **more)
 
 
+LOWER = torch.ones(5, 5, dtype=torch.bool).tril()
+ONE_OF_MANY = torch.stack([torch.ones(5, 5, dtype=torch.bool), LOWER])  # a head
+FORBIDDEN = torch.zeros(5, 5, dtype=F64).masked_fill(~LOWER, -math.inf)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        LOWER, LOWER.expand(1, 2, 5, 5), ONE_OF_MANY, LOWER.tril(-1), LOWER & (torch.arange(5) < 4), FORBIDDEN,
+        FORBIDDEN.float().clamp(min=torch.finfo(torch.float32).min), FORBIDDEN.clone().requires_grad_(),
+        LOWER & (TWO[:, None] == TWO),
+    ],
+    ids=["bool", "expanded", "one head", "strict", "padded", "float", "finite", "learned", "packed"],
+)  # fmt: skip
+def test_causal_masks_are_refused(mask):
+    """However they are spelled: earlier outputs would change with later queries."""
+    problem = Transport(marginal=RowsAndColumns())
+    with pytest.raises(ValueError, match=r"attn_mask: RowsAndColumns refuses a causal .* read the future"):
+        call(attn_mask=mask, problem=problem)
+    if mask.is_floating_point():
+        with pytest.raises(ValueError, match=r"Bias\(log_prior\): RowsAndColumns refuses a causal .* read the future"):
+            call(problem=Transport(prior=Bias(mask), marginal=RowsAndColumns()))
+        with pytest.raises(ValueError, match="read the future"):
+            regard.solve(draw(2, 5, 5), Transport(prior=Bias(mask), marginal=RowsAndColumns()))
+
+
+def test_causal_masks_of_modules_are_refused():
+    module = regard.nn.MultiheadAttention(8, 2, problem=Transport(marginal=RowsAndColumns()), batch_first=True)
+    x = torch.randn(1, 5, 8)
+    with pytest.raises(ValueError, match="read the future"):
+        module(x, x, x, attn_mask=torch.ones(5, 5, dtype=torch.bool).triu(1))
+    module(x, x, x, attn_mask=torch.ones(5, 5, dtype=torch.bool).triu(3))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.ones(5, 5, dtype=torch.bool), TWO[:, None] == TWO, torch.eye(5, dtype=torch.bool),
+        (torch.arange(5) < 1).expand(5, 5), (torch.arange(5) == 4)[:, None].expand(5, 5), torch.arange(5) < 3,
+        (torch.arange(5) < 3) & (torch.arange(5) < 3)[:, None], torch.zeros(5, 5, dtype=torch.bool),
+    ],
+    ids=["whole", "blocks", "diagonal", "one key", "one query", "keys", "padding", "nothing"],
+)  # fmt: skip
+def test_other_masks_are_not_taken_for_causal(mask):
+    bias = torch.zeros(mask.shape, dtype=F64).masked_fill(~mask, -math.inf)
+    by_mask = call(attn_mask=mask, problem=Transport(marginal=RowsAndColumns(strict=True)))
+    by_bias = call(problem=Transport(prior=Bias(bias), marginal=RowsAndColumns(strict=True)))
+    assert (by_mask - by_bias).abs().max() < 1e-9
+
+
+def test_a_triangle_that_is_not_square_is_no_causal_mask():
+    """Which position a query has among more keys, the mask does not say."""
+    q, k = draw(1, 2, 3, 4), draw(1, 2, 5, 4)
+    mask = torch.ones(3, 5, dtype=torch.bool).tril(2)
+    regard.attention(q, k, k, mask, problem=Transport(marginal=RowsAndColumns(strict=True)))
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -509,10 +566,10 @@ def test_what_is_declared_is_checked(bad):
 
 
 def test_failure_to_converge_is_told():
-    """Under a triangular mask the only plan is the diagonal, which no finite prices give."""
-    mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    """Under a triangular mask the only plan is its diagonal, which no finite prices give (not the causal one)."""
+    mask = torch.ones(5, 5, dtype=torch.bool).triu()
     short = {"max_iterations": 8, "tolerance": 1e-9}
-    with pytest.warns(UserWarning, match=r"after 8 iterations .*e-\d\d of the mass is in a wrong column"):
+    with pytest.warns(UserWarning, match=r"after \d+ iterations .*e-\d\d of the mass is in a wrong column"):
         _, aux = call(
             attn_mask=mask,
             problem=Transport(marginal=RowsAndColumns(**short)),
@@ -521,9 +578,71 @@ def test_failure_to_converge_is_told():
     assert (aux.column_residual - (aux.key_mass - 1).abs()).abs().max() < 1e-12 and aux.column_residual.max() > 1e-9
     with pytest.raises(RuntimeError, match="in a wrong column"):
         call(attn_mask=mask, problem=Transport(marginal=RowsAndColumns(strict=True, **short)))
+    with pytest.raises(RuntimeError, match="more of the mass than float64 can tell may be in a wrong column"):
+        call(problem=Transport(marginal=RowsAndColumns(strict=True, max_iterations=8), temperature=1e-12))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         call(problem=Transport(marginal=RowsAndColumns(strict=True)))
+
+
+def crowded(T, queries, keys):
+    """The first queries may read the first keys alone, which cannot receive all that they ship."""
+    mask = torch.ones(T, T, dtype=torch.bool)
+    mask[:queries, keys:] = False
+    return mask
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.float32], ids=str)
+@pytest.mark.parametrize("T", [8, 64])
+@pytest.mark.parametrize("kind", ["over", "block"])
+def test_no_plan_is_never_taken_for_one(kind, T, dtype):
+    """Prices that run off leave a residual of rounding alone, which can be 0 by chance: each head is told of."""
+    mask = crowded(T, 2, 1) if kind == "over" else crowded(T, T // 2, T // 4)
+    q, k, v = (draw(4, 2, T, 8, seed=seed, dtype=dtype) for seed in range(3))
+    settings = {"max_iterations": 250 if T == 8 else 60}
+    with pytest.warns(UserWarning, match="in a wrong column .* in 8 of 8 heads"):
+        out, aux = regard.attention(
+            q, k, v, mask, problem=Transport(marginal=RowsAndColumns(**settings)),
+            return_aux=AuxRequest(column_residual=True, key_mass=True, mass=True),
+        )  # fmt: skip
+    least = {"over": 2 / T, "block": 1 / 2}[kind]  # of the mass: what is too much here is too little elsewhere
+    assert bool((aux.column_residual.sum(-1) / T > least * (1 - 1e-4)).all())
+    assert (aux.column_residual - (aux.key_mass - 1).abs()).abs().max() < 1e-4
+    assert out.isfinite().all() and (aux.mass - 1).abs().max() < 1e-4
+    with pytest.raises(RuntimeError, match="in 8 of 8 heads"):
+        regard.attention(q, k, v, mask, problem=Transport(marginal=RowsAndColumns(strict=True, **settings)))
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.float32], ids=str)
+@pytest.mark.parametrize("T", [8, 64])
+def test_masks_that_leave_a_plan_do_not_warn(T, dtype):
+    """Nearly triangular, and a band."""
+    q, k, v = (draw(4, 2, T, 8, seed=seed, dtype=dtype) for seed in range(3))
+    whole = torch.ones(T, T, dtype=torch.bool)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for mask in (whole.tril(T // 4), whole.tril(2).triu(-2)):
+            regard.attention(q, k, v, mask, problem=Transport(marginal=RowsAndColumns(strict=True)))
+
+
+@by_backend
+def test_column_sums_are_those_of_the_plan(backend):
+    """Unequal rows, shared keys, steps too few to meet the columns."""
+    q, k, v = draw(2, 4, 6, 3), draw(2, 2, 5, 3, seed=1), draw(2, 2, 5, 2, seed=2)
+    row = draw(4, 6, seed=3).exp()
+    problem = Transport(marginal=RowsAndColumns(row=row, iterations=3))
+    asked = AuxRequest(column_residual=True, key_mass=True)
+    with torch.inference_mode():
+        _, aux = regard.attention(q, k, v, problem=problem, enable_gqa=True, backend=backend, return_aux=asked)
+    p = regard.solve(q @ k.repeat_interleave(2, 1).mT / math.sqrt(3), problem).weights
+    assert (aux.key_mass - p.sum(-2)).abs().max() < 1e-12
+    residual = (p.sum(-2) - row.sum(-1, keepdim=True) / 5).abs()
+    assert (aux.column_residual - residual).abs().max() < 1e-12 and residual.max() > 1e-3
+    for Tq, Tk in ((0, 5), (6, 0)):
+        empty = (q[:, :, :Tq], k[:, :, :Tk], v[:, :, :Tk])
+        few = Transport(marginal=RowsAndColumns(row=row[:, :Tq]))
+        _, aux = regard.attention(*empty, problem=few, enable_gqa=True, backend=backend, return_aux=asked)
+        assert aux.column_residual.shape == (2, 4, Tk) and not aux.column_residual.any()
 
 
 def test_statistics_of_columns_are_of_two_sided_plans():

@@ -307,6 +307,8 @@ def lower(
             form.mask = mask
         else:
             form.score_bias = mask
+        if form.marginal == "columns":
+            _refuse_causal("attn_mask", mask)
     form.dropout_p = number("dropout_p", dropout_p, "a probability in [0, 1]", probability)
     if form.dropout_p > 0:
         seed = torch.randint(2**62, (1, 1, 1, 1), device=query.device)
@@ -449,10 +451,35 @@ def _check_columns(form: Form, problem: Transport) -> None:
     if form.hard and known_hard(form):
         raise ValueError(f"temperature: 0 (an assignment problem) has no solver here for {problem!r}; expected > 0")
     if form.right is not None and form.right <= 0:
-        raise ValueError(
-            "prior: RowsAndColumns refuses a causal prior (Causal, Window with right <= 0, is_causal): what a key "
-            "receives in all depends on later queries, so the columns would read the future"
-        )
+        raise ValueError(_CAUSAL.format("prior"))
+    for log_prior in form.log_priors:
+        _refuse_causal("Bias(log_prior)", log_prior)
+
+
+_CAUSAL = (
+    "{}: RowsAndColumns refuses a causal prior (Causal, Window with right <= 0, is_causal, a mask or Bias that admits "
+    "nothing above the diagonal): what a key receives in all depends on later queries, so the columns would read the "
+    "future"
+)
+
+
+def _refuse_causal(name: str, mask: Tensor) -> None:
+    """Raise if a mask, float mask or log-prior [B|1, H|1, Tq|1, Tk|1] is causal for some plan, as far as its values may
+    be looked at: it admits nothing above the diagonal and something below."""
+    Tq, Tk = mask.shape[2:]
+    if Tq != Tk or Tq < 2 or not concrete(mask):
+        return
+    mask = mask.detach()
+    for dim in (0, 1):
+        if mask.shape[dim] > 1 and mask.stride(dim) == 0:  # expanded: one is like another
+            mask = mask.narrow(dim, 0, 1)
+    # The most negative number is how masks of finite numbers say -inf.
+    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+    causal = allowed.tril(-1).any(-1).any(-1) & ~allowed.triu(1).any(-1).any(-1)
+    # Padding that leaves the first key alone, or the last query, is below the diagonal too: there is nobody to tell.
+    causal &= allowed[..., 1:].any(-1).any(-1) & allowed[..., :-1, :].any(-1).any(-1)
+    if bool(causal.any()):
+        raise ValueError(_CAUSAL.format(name))
 
 
 def _lower_prior(

@@ -76,7 +76,8 @@ class RowsAndColumns(Marginal):
     solution (implicit differentiation). `iterations=n` instead stops after n normalisations - rows, columns, rows, ...
     rows, so n is odd; 1 is softmax, 3 or 5 is Sinkformer's setting - and its gradient is that of those n steps.
 
-    Causal priors are refused: what a key receives from later queries would tell earlier ones of the future.
+    Causal priors, and masks that are causal, are refused: what a key receives from later queries would tell earlier
+    ones of the future.
     """
 
     row: Scalar | None = None

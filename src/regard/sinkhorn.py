@@ -381,15 +381,18 @@ class Solver:
             phi, received = self.sweep(gamma, wide, heat, lse if number == 0 else None)
             target = marginals.target(gamma, kappa)
             residual = torch.where(marginals.live, (received - gamma).exp() - target, 0.0)
-            share = self.share(residual.abs())
+            # Where no plan meets the marginals the prices run off, until exp(L - gamma) has no digits that are true and
+            # the residual may be anything, 0 too: what cannot be told is not an arrival, nor better than what was.
+            size = torch.stack([t.abs().amax(-1) for t in (phi, received, gamma)]).amax(0)  # [B, H]
+            blind = torch.finfo(torch.float64).eps * size > tolerance
+            share = self.share(residual.abs()).masked_fill(blind, math.inf)
             dual = (marginals.row * phi).sum(-1) + self._price(gamma, kappa)
             iterations += ~done
             if number == 0 and not wide:
-                size = max(float(t.abs().max()) for t in (phi, received, gamma))
-                floor = torch.finfo(torch.float32).eps / 2 * size
+                floor = torch.finfo(torch.float32).eps / 2 * float(size.max())
                 if floor > tolerance:
                     coarse, tolerance = True, max(tolerance, 16 * floor)
-            better = (share < best) | (dual < lowest - 1e-13 * (1 + lowest.abs()))
+            better = ~blind & ((share < best) | (dual < lowest - 1e-13 * (1 + lowest.abs())))
             good = fresh | better
             arrived = good & ~(share > tolerance)  # NaN does not get better
             kept = [
@@ -614,9 +617,10 @@ def _report(found: Found, settings: RowsAndColumns) -> None:
     missed = off > settings.tolerance
     if not bool(missed.any()):
         return
-    where = int(missed.sum())
+    where, worst = int(missed.sum()), float(off.max())
+    amount = f"{worst:.2e} of the mass is" if worst < math.inf else "more of the mass than float64 can tell may be"
     text = (
-        f"RowsAndColumns: after {int(found.iterations.max())} iterations {float(off.max()):.2e} of the mass is in a "
+        f"RowsAndColumns: after {int(found.iterations.max())} iterations {amount} in a "
         f"wrong column (tolerance {settings.tolerance:.0e}) in {where} of {off.numel()} heads: the temperature is "
         f"small, or masks and marginals leave no plan that meets them"
     )
@@ -677,6 +681,21 @@ def run(backend: str, form: Form, names: tuple[str, ...], settings: RowsAndColum
     return {n: (r if n in DIFFERENTIABLE else r.detach()).to(form.dtype) for n, r in results.items()}
 
 
+def _column_sums(engine: Any, rows: Form, a: Tensor) -> Tensor:
+    """What each key does receive, sum_i a_i p_ij [B, H, Tk], of the plan's own weights: exp(L - gamma), which the
+    prices alone give, has no true digits where they are large. It is the gradient of sum_ij a_i p_ij x_j in x."""
+    B, H, _, Tk = rows.shape
+    group = rows.group
+    with torch.inference_mode(False), torch.no_grad():  # a backward pass, of tensors that know of one
+        rows = rows.with_tensors({n: t.clone() if t.is_inference() else t for n, t in rows.tensors().items()})
+        rows = dataclasses.replace(rows, value=per_head(rows, a.new_zeros(B, H, Tk)))
+        own = torch.eye(group, dtype=rows.dtype, device=a.device).repeat(H // group, 1)  # [H, group]: each head its own
+        incoming = {"out": a.to(rows.dtype)[..., None] * own[:, None]}
+        outputs = engine.forward(rows, ("out", *(n for n in engine.saved(rows, ("out",)) if n != "out")))
+        found = engine.backward(rows, ("value",), outputs, incoming)["value"]  # [B, Hkv, Tk, group]
+    return found.mT.reshape(B, H, Tk).double()
+
+
 def _others(
     backend: str, form: Form, names: tuple[str, ...], solved: Solved, found: dict[str, Tensor]
 ) -> dict[str, Tensor]:
@@ -704,12 +723,7 @@ def _others(
             total = mean - paid - lse + prior
             results["kl"] = torch.where(found["support"] > 0, total, 0.0).clamp(min=0)
     if ("key_mass" in names and solved.row is not None) or "column_residual" in names:
-        live, queries = marginals.live, a > 0
-        lse = engine.forward(rows, ("lse",))["lse"].double()
-        phi = torch.where(queries, lse - a.log(), 0.0)
-        turned = _bare(transposed(dataclasses.replace(rows, log_priors=rows.log_priors[:-1])))
-        received = engine.forward(one_sided(turned, phi, queries), ("lse",))["lse"].double()
-        mass = torch.where(live, (torch.where(live, received, 0.0) - gamma).exp(), 0.0)
+        mass = _column_sums(engine, rows, a)
         if "key_mass" in names and solved.row is not None:
             results["key_mass"] = mass
         if "column_residual" in names:
