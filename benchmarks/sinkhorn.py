@@ -93,7 +93,7 @@ def pot(case: Case, iterations: int = 10000) -> tuple[Tensor, Prices]:
 
 
 def geomloss(case: Case, iterations: int = 5) -> tuple[Tensor, Prices]:
-    from geomloss import ot
+    from geomloss import ot  # pyright: ignore[reportMissingImports]
 
     T = case.query.shape[2]
     cost = -(case.query @ case.key.mT)[0] * case.scale
