@@ -302,18 +302,6 @@ def _doubled(form: Form) -> Form:
     )
 
 
-def _without_scores(form: Form) -> Form:
-    """The prior alone: every score 0 (but those that a float mask forbids)."""
-    assert form.query is not None and form.key is not None
-    mask = form.mask
-    if form.score_bias is not None:
-        allowed = form.score_bias != -math.inf
-        mask = allowed if mask is None else mask & allowed
-    return dataclasses.replace(
-        form, query=form.query[..., :0], key=form.key[..., :0], mask=mask, score_bias=None, softcap=None
-    )
-
-
 def _temperatures(backend: str, statistic: str, budget: Tensor, form: Form) -> tuple[Tensor, Tensor]:
     """The rows' temperatures and what became of each, [B, H, Tq, 1]."""
     solver = ops.BACKENDS[backend]
@@ -350,7 +338,7 @@ def _temperatures(backend: str, statistic: str, budget: Tensor, form: Form) -> t
     with torch.no_grad():
         count = torch.full((), 2, device=budget.device)
         if statistic == "entropy" or weighted:
-            count = solver.forward(_without_scores(form), ("support",))["support"]
+            count = solver.forward(form.without_scores(), ("support",))["support"]
         wanted = _as_kl(statistic, budget.double(), count).expand(B, H, Tq).clone()
         wanted = torch.where(count < 2, 0.0, wanted) if weighted else wanted  # one key: there is nothing to meet
         x, state = _search(measure, hardest, wanted, form.dtype)
@@ -403,7 +391,7 @@ def _linear_gradients(form: Form, slots: tuple[str, ...], rate: Tensor) -> dict[
     found = native.backward(with_keys, slots, outputs, {"out": along})
     priors = tuple(slot for slot in slots if slot == "slopes" or slot.startswith("log_priors"))
     if priors:
-        bare = _without_scores(form)
+        bare = form.without_scores()
         of_prior = native.forward(bare, ("lse", *native.saved(bare, ("lse",))))
         for plan, given, sign in ((form, outputs, -1.0), (bare, of_prior, 1.0)):
             for slot, part in native.backward(plan, priors, given, {"lse": sign * rate}).items():

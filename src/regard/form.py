@@ -131,6 +131,17 @@ class Form:
         """Whether the prior may be other than 0 and 1."""
         return bool(self.log_priors) or self.slopes is not None
 
+    def without_scores(self) -> Form:
+        """The prior alone: every score 0 (but those that a float mask forbids)."""
+        assert self.query is not None and self.key is not None
+        mask = self.mask
+        if self.score_bias is not None:
+            allowed = self.score_bias != -math.inf
+            mask = allowed if mask is None else mask & allowed
+        return dataclasses.replace(
+            self, query=self.query[..., :0], key=self.key[..., :0], mask=mask, score_bias=None, softcap=None
+        )
+
     def with_tensors(self, tensors: dict[str, Tensor]) -> Form:
         """The same problem with other tensors in (some of) its slots."""
         fields: dict[str, Any] = self.__dict__ | tensors

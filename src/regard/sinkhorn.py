@@ -96,18 +96,6 @@ def widened(form: Form) -> Form:
     return form.with_tensors({n: t.double() for n, t in form.tensors().items() if n in slots})
 
 
-def _prior_alone(form: Form) -> Form:
-    """Every score 0, but those that a float mask forbids."""
-    assert form.query is not None and form.key is not None
-    mask = form.mask
-    if form.score_bias is not None:
-        allowed = form.score_bias != -math.inf
-        mask = allowed if mask is None else mask & allowed
-    return dataclasses.replace(
-        form, query=form.query[..., :0], key=form.key[..., :0], mask=mask, score_bias=None, softcap=None
-    )
-
-
 def per_head(form: Form, x: Tensor) -> Tensor:
     """Numbers of each key for each query head [B, H, Tk] as values [B, Hkv, Tk, group]."""
     B, H, Tk = x.shape
@@ -190,7 +178,9 @@ class Marginals:
         keys = torch.ones(B, H, Tk, dtype=torch.bool, device=device)
         pieces = (form.mask, form.query_ids, form.left, form.right, form.score_bias, *form.log_priors)
         if any(piece is not None for piece in pieces):
-            bare = one_sided(_prior_alone(_bare(form.with_tensors({n: t.detach() for n, t in form.tensors().items()}))))
+            bare = one_sided(
+                _bare(form.with_tensors({n: t.detach() for n, t in form.tensors().items()})).without_scores()
+            )
             solver = ops.BACKENDS[backend]
             row = torch.where(solver.forward(bare, ("support",))["support"] > 0, row, 0.0)
             keys = solver.forward(_bare(transposed(bare)), ("support",))["support"] > 0
@@ -717,7 +707,7 @@ def _others(
             results["value"] = torch.where(none, -math.inf, a * (torch.where(none, 0.0, price) + tau * paid))
         if "kl" in names:
             lse = engine.forward(rows, ("lse",))["lse"]
-            bare = one_sided(_prior_alone(_bare(form)))
+            bare = one_sided(_bare(form).without_scores())
             prior = found["support"].log() if not form.weighted else engine.forward(bare, ("lse",))["lse"]
             mean = -found["cost"] / (solved.form.mass * tau)
             total = mean - paid - lse + prior

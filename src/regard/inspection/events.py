@@ -12,6 +12,8 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
+from . import findings
+
 
 @dataclass(frozen=True)
 class Event:
@@ -65,15 +67,11 @@ class Heads:
     max_score: list[float]  # largest score of each head
 
 
-_LOUD = {
-    "rule": "logit-alarm",
-    "severity": "alarm",
-    "why": "Scores this large make the softmax one-hot, its gradient vanish and half precision lose digits; in "
-    "training they go on growing and end in loss spikes.",
-    "remedy": "QK-clip (regard.nn.qk_clip_: rescale the query and key weights of this head), QK-norm, a softcap, or a "
-    "smaller learning rate.",
-    "source": "QK-clip (Kimi K2) and Megatron's default: largest score > 100",
-}
+_LOUD = next(
+    {"rule": rule.name, "severity": rule.severity, "why": rule.why, "remedy": rule.remedy, "source": rule.source}
+    for rule in findings._RULES
+    if rule.name == "logit-alarm"
+)
 _SPIKE = {
     "rule": "spike",
     "severity": "warning",
