@@ -21,8 +21,9 @@ Record = dict[str, Any]  # what conclusion.json holds
 
 
 def read(folder: Path) -> list[Record]:
-    """The conclusions of all runs in a folder, by name."""
-    found = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*/conclusion.json"))]
+    """The conclusions of all runs in a folder, and of all that were kept in it (`results`), by name."""
+    runs = [json.loads(path.read_text("utf-8")) for path in folder.glob("*/conclusion.json")]
+    found = runs + [json.loads(path.read_text("utf-8"))["conclusion"] for path in folder.glob("*.json")]
     return sorted(found, key=lambda record: (record["profile"] != "full", record["name"]))
 
 
@@ -96,16 +97,11 @@ def _id(record: Record) -> str:
 
 
 def _experiment(record: Record) -> str:
-    versions = record["versions"]
-    by = ", ".join(f"{name} {versions[name]}" for name in ("regard", "torch", "python"))
-    by += f", {versions['processor']}, {_plural(versions['threads'], 'thread')}"
-    by += f" in each of {versions['processes']} processes" if versions["processes"] > 1 else ""
-    config = ", ".join(f"{name} {_short(value)}" for name, value in record["config"].items())
     partly = "" if record["complete"] else f" Not finished: {_plural(len(record['seeds']), 'seed')} so far."
-    names = dict.fromkeys(s["name"] for f in record["figures"] for s in f["series"])
-    colours = {name: f"s{n % 10}" for n, name in enumerate(names)}  # a name has one colour in all figures
+    colours = colours_of(record)
     figures = "".join(
-        f"<figure><figcaption>{_text(f['title'])}</figcaption>{_figure(f, colours)}</figure>" for f in record["figures"]
+        f'<figure><figcaption>{_text(f["title"])}</figcaption><div class="plot">{_figure(f, colours)}</div></figure>'
+        for f in record["figures"]
     )
     tables = "".join(map(_table, record["tables"]))
     return f"""<section id="{_text(_id(record))}">
@@ -114,14 +110,31 @@ def _experiment(record: Record) -> str:
 <div class="charts">{figures}</div>
 {tables}
 <table class="provenance">
-<tr><th>source</th><td>{_text(record["source"])}</td></tr>
-<tr><th>text</th><td>{_text(record["corpus"]["name"])}, {record["corpus"]["characters"]:,} characters</td></tr>
-<tr><th>configuration</th><td>{_text(config)}</td></tr>
-<tr><th>computed by</th><td>{_text(by)}</td></tr>
+{"".join(f"<tr><th>{name}</th><td>{_text(value)}</td></tr>" for name, value in provenance(record))}
 <tr><th>command</th><td><code>{_text(record["command"])}</code></td></tr>
 </table>
 </section>
 """
+
+
+def provenance(record: Record) -> list[tuple[str, str]]:
+    """Where a claim comes from, what was computed, and by what, each in a line; the command apart."""
+    versions = record["versions"]
+    by = ", ".join(f"{name} {versions[name]}" for name in ("regard", "torch", "python"))
+    by += f", {versions['processor']}, {_plural(versions['threads'], 'thread')}"
+    by += f" in each of {versions['processes']} processes" if versions["processes"] > 1 else ""
+    return [
+        ("source", record["source"]),
+        ("text", f"{record['corpus']['name']}, {record['corpus']['characters']:,} characters"),
+        ("configuration", ", ".join(f"{name} {_short(value)}" for name, value in record["config"].items())),
+        ("computed by", by),
+    ]
+
+
+def colours_of(record: Record) -> dict[str, str]:
+    """A name has one colour in all figures of an experiment."""
+    names = dict.fromkeys(s["name"] for f in record["figures"] for s in f["series"])
+    return {name: f"s{n % 10}" for n, name in enumerate(names)}
 
 
 def _short(value: object) -> str:
@@ -151,9 +164,28 @@ def _cell(text: str) -> str:
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 420, 250, 52, 36, 10, 12
 
 
-def _figure(figure: Record, colours: dict[str, str]) -> str:
-    drawn = (_dots if figure["kind"] == "dots" else _lines)(figure, colours)
-    return f'<div class="plot">{drawn}</div>'
+ALONE = """
+svg { --ink: #1a1d21; --muted: #58626e; --line: #dde2e7; }
+@media (prefers-color-scheme: dark) { svg { --ink: #e6e9ed; --muted: #9ba6b3; --line: #2f353d; } }
+text { font: 11px system-ui, sans-serif; fill: var(--muted); } .axis { stroke: var(--line); }
+.null { stroke: var(--muted); } .dashed { stroke-dasharray: 5 4; }
+"""
+
+
+def to_svg(figure: Record, colours: dict[str, str]) -> str:
+    """A figure as a file of its own, which follows the reader's light or dark theme."""
+    style = ALONE + resources.files("regard.lab").joinpath("page.css").read_text("utf-8").partition("/* page */")[0]
+    return (
+        _figure(figure, colours, ' xmlns="http://www.w3.org/2000/svg" class="plot"', f"<style>{style}</style>") + "\n"
+    )
+
+
+def _figure(figure: Record, colours: dict[str, str], attributes: str = 'width="100%"', first: str = "") -> str:
+    height, parts = (_dots if figure["kind"] == "dots" else _lines)(figure, colours)
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{_text(figure["title"])}" {attributes}>'
+        f"{first}{''.join(parts)}</svg>"
+    )
 
 
 class _Axis:
@@ -204,7 +236,8 @@ def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>'
 
 
-def _lines(figure: Record, colours: dict[str, str]) -> str:
+def _lines(figure: Record, colours: dict[str, str]) -> tuple[float, list[str]]:
+    """The height, and what is drawn."""
     series = figure["series"]
     x = _Axis([v for s in series for v in s["x"]], LEFT, WIDTH - RIGHT, figure["log_x"])
     heights = [v for s in series for name in ("y", "low", "high") for v in s[name] or ()]
@@ -237,16 +270,24 @@ def _lines(figure: Record, colours: dict[str, str]) -> str:
             f'<circle class="dot own" r="2.5" cx="{a:.1f}" cy="{b:.1f}"/>' for a, b in path if len(path) <= 12
         )
         parts.append(f'<g class="{colours[s["name"]]}"><title>{_text(s["name"])}</title>{inner}</g>')
-    keys = "".join(
-        f'<span class="{colours[s["name"]]}"><svg width="14" height="8" aria-hidden="true">'
-        f'<rect class="key" y="2" width="14" height="4"/></svg>{_text(s["name"])}</span>'
-        for s in series
-    )
-    legend = f'<div class="keys">{keys}</div>' if len(series) > 1 else ""
-    return _svg(figure, HEIGHT, parts) + legend
+    height, keys = _keys([s["name"] for s in series], colours) if len(series) > 1 else (HEIGHT, [])
+    return height, parts + keys
 
 
-def _dots(figure: Record, colours: dict[str, str]) -> str:
+def _keys(names: list[str], colours: dict[str, str]) -> tuple[float, list[str]]:
+    """The names below a figure, in as many rows as they need, and the height with them."""
+    parts, x, y = [], LEFT, HEIGHT + 16
+    for name in names:
+        width = 34 + 6.2 * len(name)
+        if x > LEFT and x + width > WIDTH:
+            x, y = LEFT, y + 17
+        key = f'<rect class="key" x="{x:.1f}" y="{y - 6}" width="14" height="4"/>'
+        parts.append(f'<g class="{colours[name]}">{key}{_label(x + 19, y, name, "start")}</g>')
+        x += width
+    return y + 8, parts
+
+
+def _dots(figure: Record, colours: dict[str, str]) -> tuple[float, list[str]]:
     """One row per series: a dot for each number, a bar from low to high."""
     series = figure["series"]
     widest = max((len(s["name"]) for s in series), default=0)
@@ -275,15 +316,8 @@ def _dots(figure: Record, colours: dict[str, str]) -> str:
         if not shown:
             inner += _label(left + 4, middle + 4, "diverged", "start")
         parts.append(f'<g class="{colours[s["name"]]}">{inner}</g>')
-    return _svg(figure, height, parts)
+    return height, parts
 
 
 def _points(places: list[tuple[float, float]]) -> str:
     return " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
-
-
-def _svg(figure: Record, height: float, parts: list[str]) -> str:
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" width="100%" role="img" aria-label="{_text(figure["title"])}">'
-        f"{''.join(parts)}</svg>"
-    )

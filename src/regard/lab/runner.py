@@ -176,9 +176,7 @@ class Cell:
             file.write(json.dumps(finite(record)) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        if not self._metrics.exists():
-            return []
-        return [json.loads(line) for line in self._metrics.read_text("utf-8").splitlines()]
+        return _lines(self._metrics)
 
     def checkpoint(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Write where the cell stands; the old checkpoint stays until the new one is complete."""
@@ -221,6 +219,24 @@ def finite(value: Any) -> Any:
     return value
 
 
+def folder_of(run: Path, setting: str, seed: int) -> Path:
+    """Where a run has one of its cells."""
+    return run / "cells" / "".join(c if c.isalnum() or c in "-." else "_" for c in setting) / str(seed)
+
+
+def outcome(run: Path, setting: str, seed: int) -> Outcome | None:
+    """What a cell gave, if it is finished."""
+    folder = folder_of(run, setting, seed)
+    if not (folder / "result.json").exists():
+        return None
+    result = json.loads((folder / "result.json").read_text("utf-8"))
+    return Outcome(setting, seed, result, _lines(folder / "metrics.jsonl"))
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+
+
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
@@ -241,7 +257,7 @@ class Run:
         return [(setting, seed) for seed in range(self.config["seeds"]) for setting in settings]
 
     def _folder(self, setting: str, seed: int) -> Path:
-        return self.folder / "cells" / "".join(c if c.isalnum() or c in "-." else "_" for c in setting) / str(seed)
+        return folder_of(self.folder, setting, seed)
 
     def _asked(self) -> dict[str, Any]:
         about = {"name": self.corpus.name, "characters": len(self.corpus.text), "sha256": self.corpus.digest}
@@ -264,11 +280,7 @@ class Run:
 
     def result(self, setting: str, seed: int) -> Outcome | None:
         """What a cell gave, if it is finished."""
-        folder = self._folder(setting, seed)
-        if not (folder / "result.json").exists():
-            return None
-        result = json.loads((folder / "result.json").read_text("utf-8"))
-        return Outcome(setting, seed, result, Cell(setting, seed, self.config, self.corpus, folder).metrics())
+        return outcome(self.folder, setting, seed)
 
     def measure(
         self,

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ...nn import Transformer
 from ..judging import differences, interval, judge
-from ..runner import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Table
+from ..runner import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Stopped, Table
 from ..training import Training, optimizer_for, text_model, train_on_text
 
 SOURCE = "nanoGPT's README: Shakespeare by characters, on a CPU"
@@ -62,6 +62,8 @@ def race(cell: Cell, length: int) -> list[float]:
 
     found = []
     for turn in range(config["turns"] + 1):
+        if cell.stopping():
+            raise Stopped
         pieces = [cell.corpus.batch(config["batch"], length, generator) for _ in range(config["turn_steps"])]
         order = (0, 1) if turn % 2 else (1, 0)
         times = {side: steps(side, pieces) for side in order}
