@@ -442,15 +442,6 @@ def test_two_processes_train_as_one(tmp_path):
     assert json.loads((tmp_path / "two" / "masking-quick" / "versions.json").read_text())["processes"] == 2
 
 
-def test_processes_join_over_gloo_also_beside_a_gpu(monkeypatch):
-    asked = []
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.distributed, "init_process_group", asked.append)
-    distributed.join()
-    assert asked == ["gloo"]
-
-
 def test_workers_give_the_same_cells(tmp_path):
     experiment = load("variance")
     config = {**experiment.quick, "steps": 4, "every": 2, "seeds": 2, "draws": 10}

@@ -98,6 +98,9 @@ def _id(record: Record) -> str:
 def _experiment(record: Record) -> str:
     versions = record["versions"]
     by = ", ".join(f"{name} {versions[name]}" for name in ("regard", "torch", "python"))
+    device = versions.get("device", "cpu")  # runs of before devices could be chosen do not say
+    by += f", {device}" if device != "cpu" else ""
+    by += ", bf16" if versions.get("precision") == "bf16" else ""
     by += f", {versions['processor']}, {_plural(versions['threads'], 'thread')}"
     by += f" in each of {versions['processes']} processes" if versions["processes"] > 1 else ""
     config = ", ".join(f"{name} {_short(value)}" for name, value in record["config"].items())
