@@ -33,8 +33,11 @@ class Elsewhere(Tensor):
         made.numbers = real
         return made
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"Elsewhere({self.numbers!r})"
+
+    def tolist(self) -> Any:
+        return self.numbers.tolist()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

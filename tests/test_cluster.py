@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_lab import TEXT, contents
 
 from regard.lab import cluster, command
 from regard.lab.experiments import load
 from regard.lab.runner import Experiment, Refused, Run
+from test_lab import TEXT, contents
 
 ray = pytest.importorskip("ray")
 

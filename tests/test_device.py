@@ -4,18 +4,18 @@ import math
 
 import pytest
 import torch
-from elsewhere import DEVICE, Elsewhere, Mixed, pretended
-from test_lab import TEXT
 
+from elsewhere import DEVICE, Elsewhere, Mixed, pretended
 from regard.lab import distributed, runner
 from regard.lab.experiments import NAMES, load
 from regard.lab.runner import Run
 from regard.nn import Transformer
+from test_lab import TEXT
 
 TINY = {
-    "seeds": 1, "steps": 2, "every": 1, "warmup": 1, "batch": 2, "length": 8, "layers": 1, "heads": 1, "width": 8,
+    "seeds": 1, "steps": 2, "every": 2, "warmup": 1, "batch": 2, "length": 8, "layers": 1, "heads": 1, "width": 8,
     "evaluate": 2, "sizes": [8], "depths": [1], "pairs": 2, "symbols": 4, "digits": 1, "prefixes": 2, "prompts": 2,
-    "characters": 2, "lengths": [8], "turns": 1, "draws": 10, "models": ["own"],
+    "characters": 10, "lengths": [8], "turns": 1, "turn_steps": 1, "draws": 10, "models": ["own"],
 }  # fmt: skip
 SETTINGS = {  # what differs in the tensors it makes; every other experiment has all its settings run
     "baseline": ["regard", "time"],
@@ -144,13 +144,13 @@ def test_bf16_multiplies_in_bfloat16_and_keeps_float32(tmp_path, monkeypatch):
     monkeypatch.setattr(Transformer, "forward", watched)
     losses = {}
     for precision in ("fp32", "bf16"):
-        experiment = load("variance")
+        experiment = load("masking")
         config = {**experiment.quick, **{n: v for n, v in TINY.items() if n in experiment.quick}, "steps": 20}
         run = Run(experiment, config, TEXT, tmp_path / precision, "quick", precision=precision)
         run.open()
         assert runner.versions(precision=precision)["precision"] == precision
-        run.measure("softmax", 0)
-        losses[precision] = [record["val"] for record in run.result("softmax", 0).metrics]
+        run.measure("minus infinity", 0)
+        losses[precision] = [record["val"] for record in run.result("minus infinity", 0).metrics]
         wanted = torch.bfloat16 if precision == "bf16" else torch.float32
         assert {s for s in seen if s[0]} == {(True, wanted, torch.float32)}
         seen.clear()

@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from regard import cli
-from regard.lab import distributed, page, runner
+from regard.lab import page, runner
 from regard.lab.corpus import UNKNOWN, Corpus, from_file, standard_library
 from regard.lab.experiments import NAMES, load
 from regard.lab.judging import (

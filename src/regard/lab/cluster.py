@@ -13,7 +13,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,9 @@ def device_named(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if ray.cluster_resources().get("GPU", 0) else "cpu"
     if name not in ("cpu", "cuda"):
-        raise ValueError(f"expected auto, cpu or cuda with --ray, which gives every cell a GPU of its own, got {name!r}")
+        raise ValueError(
+            f"expected auto, cpu or cuda with --ray, which gives every cell a GPU of its own, got {name!r}"
+        )
     return torch.device(name)
 
 
@@ -121,10 +123,8 @@ def _measure(run: Run, wanted: dict[str, Any], setting: str, seed: int, files: F
         cell.mkdir(parents=True)
         for name, content in files.items():
             (cell / name).write_bytes(content)
-        try:
+        with suppress(Stopped):
             run.measure(setting, seed, advance, stopping)
-        except Stopped:
-            pass
         found = {path.name: path.read_bytes() for path in cell.iterdir()}
     board.forget.remote((setting, seed))
     return found | {"versions.json": (json.dumps(here, indent=2) + "\n").encode()}

@@ -290,9 +290,7 @@ class Run:
         """Compute one cell, or go on with it. Raises `Stopped` if it is to stop before it is finished."""
         folder = self.folder_of(setting, seed)
         folder.mkdir(parents=True, exist_ok=True)
-        cell = Cell(
-            setting, seed, self.config, self.corpus, folder, advance, stopping, self.device, self.precision
-        )
+        cell = Cell(setting, seed, self.config, self.corpus, folder, advance, stopping, self.device, self.precision)
         torch.manual_seed(seed)
         result = finite(self.experiment.measure(cell))
         if distributed.rank() == 0:
