@@ -75,7 +75,7 @@ def test_what_stays_behind_is_noticed():
         assert type(away) is Elsewhere and type(away + 1) is Elsewhere and (away + 1).sum().item() == 6
         assert type(away.cpu()) is torch.Tensor and (away * torch.tensor(2.0)).tolist() == [2, 2, 2]
         with pytest.raises(Mixed, match=r"aten.add.Tensor: tensors on meta and on the CPU, of shapes \[\[3\]\]"):
-            away + torch.ones(3)
+            away.add(torch.ones(3))
         model = Transformer(5, 4, layers=1, heads=1, width=4).to(DEVICE)
         with pytest.raises(Mixed):
             model(torch.zeros(1, 4, dtype=torch.long))

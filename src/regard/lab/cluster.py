@@ -8,6 +8,7 @@ node that dies had computed is lost, and Ray begins that cell again elsewhere.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import tempfile
@@ -39,7 +40,7 @@ def connected(address: str | None) -> Iterator[None]:
         yield
         return
     try:
-        ray.init(address, log_to_driver=False, logging_level="warning")
+        ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
     except (OSError, ValueError) as problem:
         where = "a Ray of its own" if address is None else f"the Ray of {address}"
         raise Refused(f"--ray: expected to reach {where}: {problem}") from None
@@ -107,7 +108,7 @@ def _measure(run: Run, wanted: dict[str, Any], setting: str, seed: int, files: F
     def stopping() -> bool:
         nonlocal last, stop
         if not stop and time.monotonic() - last > PATIENCE:
-            stop = ray.get(board.tell.remote((setting, seed), done, total))
+            stop = bool(ray.get(board.tell.remote((setting, seed), done, total)))
             last = time.monotonic()
         return stop
 
@@ -145,6 +146,7 @@ def measure_all(
     A cell takes as many CPUs as PyTorch has threads here, and a GPU if the run's device is one.
     """
     import ray
+    from ray.exceptions import RayError
 
     left = [cell for cell in run.cells() if run.result(*cell) is None]
     if not left:
@@ -166,12 +168,12 @@ def measure_all(
                     advanced()
                 else:
                     finished = False
-            except ray.exceptions.RayError as problem:
+            except RayError as problem:
                 failure = failure or _explained(cell, problem)
         if (stopping() or failure) and not stopped:
             stopped = True
             ray.get(board.stop.remote())  # those that run come back with a checkpoint, those that wait do not begin
-        told = ray.get(board.read.remote())
+        told: Any = ray.get(board.read.remote())
         steps(len(told), *(sum(numbers) for numbers in zip(*told.values(), strict=True)) if told else (0, 0))
     if failure is not None:
         raise failure
