@@ -63,7 +63,11 @@ def test_ray_gives_the_same_cells_also_when_stopped_and_continued(tmp_path):
     assert not cluster.measure_all(run, lambda: told.append(1), lambda: any(running), steps)
     begun = [cell for cell in run.cells() if (run.folder_of(*cell) / "checkpoint.safetensors").exists()]
     assert begun and all(run.result(*cell) is None for cell in begun) and not told
+    metrics = run.folder_of(*begun[0]) / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"step": 0,', '"step": 0.0,', 1))  # kept, unless it begins anew
     assert cluster.measure_all(run, lambda: told.append(1)) and len(told) == 2
+    assert metrics.read_text().count('"step": 0.0,') == 1
+    metrics.write_text(metrics.read_text().replace('"step": 0.0,', '"step": 0,'))
     assert same(alone(opened(tmp_path / "alone", steps=300, every=100)), run)
     assert not same(alone(opened(tmp_path / "other")), run)
     node = json.loads((run.folder_of("softmax", 1) / "versions.json").read_text())
