@@ -54,8 +54,9 @@ def same(one: Run, other: Run) -> bool:
 
 
 @pytest.mark.usefixtures("local")
-def test_ray_gives_the_same_cells_also_when_stopped_and_continued(tmp_path):
-    run, running, told = opened(tmp_path / "ray", steps=300, every=100), [], []
+def test_ray_gives_the_same_cells_also_when_stopped_and_continued(tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster, "PATIENCE", 0.05)  # so that it stops soon
+    run, running, told = opened(tmp_path / "ray", steps=100, every=40), [], []
 
     def steps(cells, done, total):
         running.append(cells)
@@ -68,7 +69,7 @@ def test_ray_gives_the_same_cells_also_when_stopped_and_continued(tmp_path):
     assert cluster.measure_all(run, lambda: told.append(1)) and len(told) == 2
     assert metrics.read_text().count('"step": 0.0,') == 1
     metrics.write_text(metrics.read_text().replace('"step": 0.0,', '"step": 0,'))
-    assert same(alone(opened(tmp_path / "alone", steps=300, every=100)), run)
+    assert same(alone(opened(tmp_path / "alone", steps=100, every=40)), run)
     assert not same(alone(opened(tmp_path / "other")), run)
     node = json.loads((run.folder_of("softmax", 1) / "versions.json").read_text())
     assert node == json.loads((run.folder / "versions.json").read_text())  # this machine is the node

@@ -94,7 +94,9 @@ def _board() -> Any:
 # --- on a node --------------------------------------------------------------------------------------------------------
 
 
-def _measure(run: Run, wanted: dict[str, Any], setting: str, seed: int, files: Files, board: Any) -> Files:
+def _measure(
+    run: Run, wanted: dict[str, Any], setting: str, seed: int, files: Files, board: Any, patience: float
+) -> Files:
     """Compute one cell, or go on with it: its files, "result.json" among them if it is finished; none if not begun."""
     import ray
 
@@ -107,7 +109,7 @@ def _measure(run: Run, wanted: dict[str, Any], setting: str, seed: int, files: F
 
     def stopping() -> bool:
         nonlocal last, stop
-        if not stop and time.monotonic() - last > PATIENCE:
+        if not stop and time.monotonic() - last > patience:
             stop = bool(ray.get(board.tell.remote((setting, seed), done, total)))
             last = time.monotonic()
         return stop
@@ -157,7 +159,7 @@ def measure_all(
     board = _board()
     task = ray.remote(num_cpus=threads, num_gpus=gpus)(_measure)
     given, wanted = ray.put(run), versions(run.device, run.precision)
-    waiting = {task.remote(given, wanted, *cell, _files(run, cell), board): cell for cell in left}
+    waiting = {task.remote(given, wanted, *cell, _files(run, cell), board, PATIENCE): cell for cell in left}
     finished, failure, stopped = True, None, False
     while waiting:
         done, _ = ray.wait(list(waiting), timeout=PATIENCE)
