@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from regard import cli
-from regard.lab import distributed, page, runner
+from regard.lab import page, runner
 from regard.lab.corpus import UNKNOWN, Corpus, from_file, standard_library
 from regard.lab.experiments import NAMES, load
 from regard.lab.judging import (
@@ -413,13 +413,18 @@ def test_interval_in_words():
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="PyTorch was built without gloo")
 def test_two_processes_train_as_one(tmp_path):
+    """As torchrun starts them, and as accelerate does (--multi_gpu: its way to start several; --cpu starts one)."""
     (tmp_path / "a.txt").write_text("to be or not to be, that is the question. " * 100)
-    arguments = ["-m", "regard.cli", "lab", "run", "masking", "--quick", "--text", str(tmp_path / "a.txt")]
+    arguments = ["-m", "regard", "lab", "run", "masking", "--quick", "--text", str(tmp_path / "a.txt")]
     arguments += ["--set", "steps=12", "--set", "every=3"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     commands = {
         "one": [sys.executable, *arguments],
         "two": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *arguments],
+        "accelerated": [
+            *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"),
+            *("--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0", *arguments),
+        ],
     }
     started = [
         subprocess.Popen(
@@ -438,17 +443,11 @@ def test_two_processes_train_as_one(tmp_path):
         records = [json.loads(line) for line in lines]
         assert [r["step"] for r in records] == [0, 3, 6, 9, 12]
         losses.append([[r["val"], r.get("loss", 0.0)] for r in records])
-    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=2e-4, atol=2e-4)
-    assert json.loads((tmp_path / "two" / "masking-quick" / "versions.json").read_text())["processes"] == 2
-
-
-def test_processes_join_over_gloo_also_beside_a_gpu(monkeypatch):
-    asked = []
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.distributed, "init_process_group", asked.append)
-    distributed.join()
-    assert asked == ["gloo"]
+    for several in losses[1:]:
+        torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(several), rtol=2e-4, atol=2e-4)
+    for name, processes in {"one": 1, "two": 2, "accelerated": 2}.items():
+        versions = json.loads((tmp_path / name / "masking-quick" / "versions.json").read_text())
+        assert versions["processes"] == processes and versions["device"] == "cpu"
 
 
 def test_workers_give_the_same_cells(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich import box
@@ -430,6 +430,14 @@ def run_experiment(
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew, forgetting what an earlier run left.")] = False,
     workers: Annotated[int, typer.Option(min=1, help="Processes that share the cells, and the threads.")] = 1,
+    ray: Annotated[bool, typer.Option("--ray", help="Compute the cells on a Ray cluster, or on a local Ray.")] = False,
+    ray_address: Annotated[
+        str | None, typer.Option(help="Of the cluster; without, Ray looks for one and else starts its own.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:n, or auto: a GPU if there is one.")] = "cpu",
+    precision: Annotated[
+        Literal["fp32", "bf16"], typer.Option(help="bf16: products in bfloat16, weights and sums in float32.")
+    ] = "fp32",
 ) -> None:
     """Run an experiment: every setting with every seed, then the verdicts.
 
@@ -440,7 +448,21 @@ def run_experiment(
 
     errors = Console(stderr=True)
     try:
-        finished = run_all(name, quick, text, out, changes or [], fresh, workers, errors, Console())
+        finished = run_all(
+            name,
+            quick,
+            text,
+            out,
+            changes or [],
+            fresh,
+            workers,
+            errors,
+            Console(),
+            ray=ray,
+            ray_address=ray_address,
+            device=device,
+            precision=precision,
+        )
     except Refused as refusal:
         errors.print(Text.assemble(("error: ", "bold red"), str(refusal)))
         raise typer.Exit(2) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from . import distributed
+from . import cluster, distributed
 from .corpus import Corpus, from_file, standard_library
 from .experiments import NAMES, load
 from .judging import MEASURED, NOT_SIGNIFICANT, REFUTED
-from .runner import Refused, Run, Stopped, configured, interruptible
+from .runner import Precision, Refused, Run, Stopped, configured, interruptible
 from .workers import measure_all
 
 COLOURS = {MEASURED: "green", NOT_SIGNIFICANT: "dim", REFUTED: "red"}
@@ -35,13 +36,46 @@ def run_all(
     workers: int,
     errors: Console,
     console: Console,
+    *,
+    ray: bool = False,
+    ray_address: str | None = None,
+    device: str = "cpu",
+    precision: Precision = "fp32",
 ) -> bool:
     """Run one experiment, or all; False if it was interrupted. Under torchrun, all processes call this."""
-    distributed.join()
-    if workers > 1 and distributed.several():
-        raise Refused("--workers: expected 1 under torchrun, whose processes share each batch")
+    if (workers > 1 or ray) and distributed.asked() > 1:
+        asked = "--ray: expected no" if ray else "--workers: expected 1"
+        raise Refused(f"{asked} under torchrun, whose processes share each batch")
+    if workers > 1 and ray:
+        raise Refused("--workers: expected 1 with --ray, where the cluster says how many cells run at once")
+    if ray_address is not None and not ray:
+        raise Refused("--ray-address: expected none without --ray")
     if workers > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+    with cluster.connected(ray_address) if ray else nullcontext():
+        try:
+            on = cluster.device_named(device) if ray else distributed.device_named(device)
+        except ValueError as problem:
+            raise Refused(f"--device: {problem}") from None
+        if not ray:
+            distributed.join(on)
+        how = {"device": on, "precision": precision}
+        return _run_all(name, quick, text, out, changes, fresh, workers, ray, how, errors, console)
+
+
+def _run_all(
+    name: str,
+    quick: bool,
+    text: Path | None,
+    out: Path,
+    changes: Sequence[str],
+    fresh: bool,
+    workers: int,
+    ray: bool,
+    how: dict[str, Any],
+    errors: Console,
+    console: Console,
+) -> bool:
     if distributed.rank() != 0:
         errors, console = Console(quiet=True), Console(quiet=True)
     experiments = [load(n) for n in (NAMES if name == "all" else (name,))]
@@ -50,11 +84,12 @@ def run_all(
     for experiment in experiments:
         config = configured(experiment, quick, _changes(changes))
         folder = out / (experiment.name + ("-quick" if quick else ""))
-        run = Run(experiment, config, corpus, folder, profile, _command(experiment.name, quick, text, changes))
+        command = _command(experiment.name, quick, text, changes, **how)
+        run = Run(experiment, config, corpus, folder, profile, command, **how)
         if distributed.rank() == 0:
             _open(run, fresh)
         distributed.agree(None)
-        finished = _run(run, workers, errors)
+        finished = _run(run, workers, ray, errors)
         concluded = run.conclude() if distributed.rank() == 0 else None
         if concluded is not None:
             show(concluded, console)
@@ -91,9 +126,13 @@ def _changes(changes: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _command(name: str, quick: bool, text: Path | None, changes: Sequence[str]) -> str:
+def _command(
+    name: str, quick: bool, text: Path | None, changes: Sequence[str], device: torch.device, precision: Precision
+) -> str:
     words = ["regard", "lab", "run", name, *(["--quick"] if quick else [])]
     words += ["--text", text.name] if text is not None else []
+    words += ["--device", device.type] if device.type != "cpu" else []
+    words += ["--precision", precision] if precision != "fp32" else []
     return shlex.join([*words, *(word for change in changes for word in ("--set", change))])
 
 
@@ -102,15 +141,25 @@ class _Rate(ProgressColumn):
         return Text("" if task.speed is None else f"{task.speed:.1f}/s", style="progress.data.speed")
 
 
-def _run(run: Run, workers: int, errors: Console) -> bool:
+def _run(run: Run, workers: int, ray: bool, errors: Console) -> bool:
     cells = run.cells()
     columns = TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), _Rate(), TimeRemainingColumn()
     with interruptible() as stopping, Progress(*columns, console=errors, transient=True) as bars:
         whole = bars.add_task(run.experiment.name, total=len(cells))
-        if workers > 1:
+        if workers > 1 or ray:
             bars.update(whole, completed=sum(run.result(*cell) is not None for cell in cells))
+        if workers > 1:
             return measure_all(run, workers, lambda: bars.advance(whole), stopping)
         step = bars.add_task("", total=None)
+        if ray:
+
+            def steps(cells: int, done: int, total: int) -> None:
+                bars.update(step, description=f"steps of {cells} cells", completed=done, total=total or None)
+
+            try:
+                return cluster.measure_all(run, lambda: bars.advance(whole), stopping, steps)
+            except KeyboardInterrupt:
+                return False
         for setting, seed in cells:
             if distributed.agree(stopping()):
                 return False

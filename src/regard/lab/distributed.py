@@ -1,4 +1,4 @@
-"""One training on several processes, as `torchrun` and `accelerate launch` start them, and cells on several workers.
+"""One training on several processes, as `torchrun` and `accelerate launch` start them, and the device of each.
 
 Under `torchrun` every process runs the same command: each takes its share of every batch, gradients are averaged (DDP),
 and the first process alone writes. Without it, all of this is one process and costs nothing.
@@ -17,10 +17,36 @@ from torch import Tensor, nn
 from ..nn import Transformer
 
 
-def join() -> None:
+def asked() -> int:
+    """The number of processes that the environment names: 1 without `torchrun`."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def device_named(name: str) -> torch.device:
+    """The device of this process: "cpu", "cuda" (the GPU of its local rank), "cuda:n", or "auto", a GPU if there is."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    kind, colon, number = name.partition(":")
+    if kind != "cuda" or (colon and not number.isdecimal()):
+        raise ValueError(f"expected auto, cpu, cuda or cuda:n, got {name!r}")
+    if colon and asked() > 1:
+        raise ValueError(f"expected cuda under torchrun, where each process takes a GPU of its own, got {name!r}")
+    index = int(number) if colon else int(os.environ.get("LOCAL_RANK", "0"))
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index >= there:
+        raise ValueError(f"expected at least {index + 1} CUDA GPUs for {name!r}, found {there}")
+    return torch.device("cuda", index)
+
+
+def join(device: torch.device) -> None:
     """Join the processes that the environment names, if it does."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        dist.init_process_group("gloo")  # also where there are GPUs: the lab's models and sums are on the CPU
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if asked() > 1 and not dist.is_initialized():
+        # What is agreed upon, and sums of a few numbers, are on the CPU; gradients are where the model is.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
 
 
 def leave() -> None:
@@ -45,7 +71,7 @@ def agree(value: Any) -> Any:
     if not several():
         return value
     said = [value]
-    dist.broadcast_object_list(said, src=0)
+    dist.broadcast_object_list(said, src=0, device=torch.device("cpu"))
     return said[0]
 
 

@@ -121,6 +121,9 @@ def provenance(record: Record) -> list[tuple[str, str]]:
     """Where a claim comes from, what was computed, and by what, each in a line; the command apart."""
     versions = record["versions"]
     by = ", ".join(f"{name} {versions[name]}" for name in ("regard", "torch", "python"))
+    device = versions.get("device", "cpu")  # runs of before devices could be chosen do not say
+    by += f", {device}" if device != "cpu" else ""
+    by += ", bf16" if versions.get("precision") == "bf16" else ""
     by += f", {versions['processor']}, {_plural(versions['threads'], 'thread')}"
     by += f" in each of {versions['processes']} processes" if versions["processes"] > 1 else ""
     return [

@@ -5,6 +5,7 @@ A finished cell is never computed again, and one that was interrupted goes on fr
     config.json      what was asked, on which text        cells/SETTING/SEED/metrics.jsonl          as it was trained
     versions.json    of what computed it                                     checkpoint.safetensors where it stands
     conclusion.json  verdicts, tables and figures                            result.json            what came out
+                                                                             versions.json          of a Ray node
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from .corpus import Corpus
 from .judging import NOT_SIGNIFICANT, Judged
 
 Config = dict[str, Any]
+Precision = Literal["fp32", "bf16"]
+CPU = torch.device("cpu")
 
 
 class Refused(Exception):
@@ -163,6 +166,8 @@ class Cell:
     folder: Path
     advance: Callable[[int, int], None] = lambda done, total: None
     stopping: Callable[[], bool] = lambda: False
+    device: torch.device = CPU  # of the model; random numbers are drawn on the CPU, the same for all devices
+    precision: Precision = "fp32"
 
     @property
     def _metrics(self) -> Path:
@@ -250,13 +255,15 @@ class Run:
     folder: Path
     profile: str = "full"
     command: str = ""
+    device: torch.device = CPU
+    precision: Precision = "fp32"
 
     def cells(self) -> list[tuple[str, int]]:
         """Seed by seed, so that an interrupted run has whole comparisons."""
         settings = self.experiment.settings(self.config)
         return [(setting, seed) for seed in range(self.config["seeds"]) for setting in settings]
 
-    def _folder(self, setting: str, seed: int) -> Path:
+    def folder_of(self, setting: str, seed: int) -> Path:
         return folder_of(self.folder, setting, seed)
 
     def _asked(self) -> dict[str, Any]:
@@ -266,7 +273,10 @@ class Run:
     def open(self) -> None:
         """Make the folder, or see that it holds the same run, begun with the same versions."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name, mine in (("config.json", self._asked()), ("versions.json", versions())):
+        for name, mine in (
+            ("config.json", self._asked()),
+            ("versions.json", versions(self.device, self.precision)),
+        ):
             path = self.folder / name
             if not path.exists():
                 path.write_text(json.dumps(mine, indent=2) + "\n", encoding="utf-8")
@@ -290,9 +300,9 @@ class Run:
         stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         """Compute one cell, or go on with it. Raises `Stopped` if it is to stop before it is finished."""
-        folder = self._folder(setting, seed)
+        folder = self.folder_of(setting, seed)
         folder.mkdir(parents=True, exist_ok=True)
-        cell = Cell(setting, seed, self.config, self.corpus, folder, advance, stopping)
+        cell = Cell(setting, seed, self.config, self.corpus, folder, advance, stopping, self.device, self.precision)
         torch.manual_seed(seed)
         result = finite(self.experiment.measure(cell))
         if distributed.rank() == 0:
@@ -357,16 +367,20 @@ def sources() -> str:
     return found.hexdigest()
 
 
-def versions() -> dict[str, Any]:
-    """What may change a result's last digits, or the result."""
-    from ..doctor import machine
+def versions(device: torch.device = CPU, precision: Precision = "fp32") -> dict[str, Any]:
+    """What may change a result's last digits, or the result. `threads` is the number that computes one cell."""
+    from ..doctor import engine, machine
 
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()
     return {
         "regard": __version__,
         "sources": sources(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "processor": machine()["cpu"],
+        "engine": engine().get("isa", "none"),
+        "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
+        "precision": precision,
         "threads": torch.get_num_threads(),
         "processes": distributed.processes(),
     }

@@ -1,5 +1,7 @@
 """Training as every experiment does it: AdamW, a warm start and a cosine, validation on fixed pieces of text.
 
+The model is on the cell's device; batches are drawn on the CPU, so that they are the same everywhere, and moved.
+
 It can be stopped after any step and goes on bit for bit as if it had not been: a checkpoint holds the weights, the
 optimizer's moments, the states of all random generators and the sums that the next line of metrics is made of.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,8 +91,10 @@ def train(
 
     `draw` makes a batch from a generator that depends on the seed alone: all settings see the same batches.
     `evaluate` is asked every `training.every` steps; what it says is logged with the training loss since then.
-    Several processes (`distributed`) share every batch.
+    Several processes (`distributed`) share every batch. With precision bf16 what is multiplied is bfloat16 (autocast);
+    weights, moments and sums are float32.
     """
+    model.to(cell.device)
     optimizer = optimizer_for(model, training)
     loss_of = distributed.loss_of(model)
     generator = torch.Generator().manual_seed(cell.seed)
@@ -97,7 +102,7 @@ def train(
     found = cell.restore()
     if found is not None:
         facts = found[1]
-        _put_back(found[0], model, optimizer, generator)
+        _put_back(found[0], model, optimizer, generator, cell.device)
         step, total, norms, seen = facts["step"], facts["total"], facts["norms"], facts["seen"]
         seconds, diverged_at = facts["seconds"], facts["diverged_at"]
     began = saved = time.perf_counter()
@@ -105,13 +110,14 @@ def train(
     def save() -> None:
         passed = seconds + time.perf_counter() - began
         facts = {"step": step, "total": total, "norms": norms, "seen": seen}
-        cell.checkpoint(_state(model, optimizer, generator), {**facts, "seconds": passed, "diverged_at": diverged_at})
+        state = _state(model, optimizer, generator, cell.device)
+        cell.checkpoint(state, {**facts, "seconds": passed, "diverged_at": diverged_at})
 
     model.train()
     while diverged_at is None:
         if (step % training.every == 0 or step == training.steps) and not (found and step == found[1]["step"]):
             model.eval()
-            with torch.no_grad():
+            with torch.no_grad(), _precision(cell):
                 record = {"step": step, **evaluate(model)}
             model.train()
             if seen:
@@ -127,11 +133,12 @@ def train(
         if time.perf_counter() - saved > save_every:  # the first process writes, by its own clock
             save()
             saved = time.perf_counter()
-        tokens, targets = map(distributed.share, draw(generator))
+        tokens, targets = (distributed.share(t).to(cell.device) for t in draw(generator))
         for group in optimizer.param_groups:
             group["lr"] = training.rate_at(step)
         optimizer.zero_grad()
-        loss = loss_of(tokens, targets)
+        with _precision(cell):
+            loss = loss_of(tokens, targets)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), training.clip).item()
         (value,) = distributed.mean(loss.item())
@@ -147,16 +154,28 @@ def train(
     return Trained(cell.metrics(), seconds + time.perf_counter() - began, diverged_at)
 
 
-def _state(model: nn.Module, optimizer: torch.optim.AdamW, generator: torch.Generator) -> dict[str, Tensor]:
+def _precision(cell: Cell) -> AbstractContextManager[object]:
+    return torch.autocast(cell.device.type, torch.bfloat16) if cell.precision == "bf16" else nullcontext()
+
+
+def _state(
+    model: nn.Module, optimizer: torch.optim.AdamW, generator: torch.Generator, device: torch.device
+) -> dict[str, Tensor]:
     """Everything that the next step depends on, as named tensors."""
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     for number, moments in optimizer.state_dict()["state"].items():
         state |= {f"optimizer.{number}.{name}": tensor for name, tensor in moments.items()}
+    if device.type == "cuda":  # of dropout, there
+        state["random.device"] = torch.cuda.get_rng_state(device)
     return state | {"random.global": torch.get_rng_state(), "random.batches": generator.get_state()}
 
 
 def _put_back(
-    state: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.AdamW, generator: torch.Generator
+    state: dict[str, Tensor],
+    model: nn.Module,
+    optimizer: torch.optim.AdamW,
+    generator: torch.Generator,
+    device: torch.device,
 ) -> None:
     model.load_state_dict({n.removeprefix("model."): t for n, t in state.items() if n.startswith("model.")})
     moments: dict[int, dict[str, Tensor]] = {}
@@ -167,6 +186,8 @@ def _put_back(
     optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
     torch.set_rng_state(state["random.global"])
     generator.set_state(state["random.batches"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state["random.device"], device)
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -189,14 +210,15 @@ def text_batches(cell: Cell) -> Callable[[torch.Generator], Batch]:
 
 
 def validation(corpus: Corpus, count: int, length: int) -> Tensor:
-    """The same pieces of text for every model and seed, [count, length + 1]."""
+    """The same pieces of text for every model and seed, [count, length + 1], on the CPU."""
     return corpus.batch(count, length, torch.Generator().manual_seed(0), "validation")
 
 
 def mean_loss(model: Transformer, pieces: Tensor, at_once: int = 32) -> float:
     """Validation loss in nats per character."""
+    device = model.token.weight.device
     with torch.no_grad():
-        losses = [model.loss(part).item() * len(part) for part in pieces.split(at_once)]
+        losses = [model.loss(part.to(device)).item() * len(part) for part in pieces.split(at_once)]
     return math.fsum(losses) / len(pieces)
 
 
@@ -209,7 +231,7 @@ def train_on_text(
 
     `also` measures more from a few of those pieces, [8, length].
     """
-    pieces = validation(cell.corpus, cell.config["evaluate"], cell.config["length"])
+    pieces = validation(cell.corpus, cell.config["evaluate"], cell.config["length"]).to(cell.device)
 
     def evaluate(model: Transformer) -> dict[str, float]:
         found = {"val": mean_loss(model, pieces)}
@@ -222,6 +244,7 @@ def plan_statistics(model: Transformer, tokens: Tensor, *names: str) -> dict[str
     """Statistics of every head's plan (`AuxRequest`'s fields), averaged over the queries: [layers, H] each."""
     request = AuxRequest(**dict.fromkeys(names, True))
     found: dict[str, list[Tensor]] = {name: [] for name in names}
+    tokens = tokens.to(model.token.weight.device)
     with torch.no_grad():
         for (q, k, v), problem in zip(model.heads(tokens), model.problems(), strict=True):
             _, aux = attention(q, k, v, is_causal=True, problem=problem, return_aux=request)

@@ -198,7 +198,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """`count` more tokens after [B, T], drawn from softmax(logits / temperature); 0 takes the likeliest.
 
-        The model sees the last `length` tokens.
+        The model sees the last `length` tokens. A generator of the CPU draws the same for a model on any device.
         """
         if not 0 <= temperature < math.inf:
             raise ValueError(f"temperature: expected a finite number >= 0, got {describe(temperature)}")
@@ -207,7 +207,9 @@ class Transformer(nn.Module):
             if temperature == 0:
                 drawn = logits.argmax(-1, keepdim=True)
             else:
-                drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+                chances = (logits / temperature).softmax(-1)
+                where = chances.device if generator is None else generator.device
+                drawn = torch.multinomial(chances.to(where), 1, generator=generator).to(tokens.device)
             tokens = torch.cat([tokens, drawn], 1)
         return tokens
 

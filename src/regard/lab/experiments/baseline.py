@@ -47,29 +47,38 @@ def race(cell: Cell, length: int) -> list[float]:
     for attend in (None, stock_attention):
         torch.manual_seed(cell.seed)
         sizes = {name: config[name] for name in ("layers", "heads", "width")}
-        model = Transformer(len(cell.corpus.characters), length, **sizes, attention=attend)
+        model = Transformer(len(cell.corpus.characters), length, **sizes, attention=attend).to(cell.device)
         sides.append((model, optimizer_for(model, training)))
     generator = torch.Generator().manual_seed(cell.seed)
 
     def steps(side: int, pieces: list[Tensor]) -> float:
         model, optimizer = sides[side]
+        _wait_for(cell.device)
         began = time.perf_counter()
         for piece in pieces:
             optimizer.zero_grad()
             model.loss(piece).backward()
             optimizer.step()
+        _wait_for(cell.device)
         return time.perf_counter() - began
 
     found = []
     for turn in range(config["turns"] + 1):
         if cell.stopping():
             raise Stopped
-        pieces = [cell.corpus.batch(config["batch"], length, generator) for _ in range(config["turn_steps"])]
+        drawn = (cell.corpus.batch(config["batch"], length, generator) for _ in range(config["turn_steps"]))
+        pieces = [piece.to(cell.device) for piece in drawn]
         order = (0, 1) if turn % 2 else (1, 0)
         times = {side: steps(side, pieces) for side in order}
         if turn:  # the first one warms up
             found.append(times[0] / times[1])
     return found
+
+
+def _wait_for(device: torch.device) -> None:
+    """A GPU is given work without waiting for it to be done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def median(numbers: list[float]) -> float:

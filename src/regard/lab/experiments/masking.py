@@ -25,7 +25,7 @@ def measure(cell: Cell) -> dict[str, Any]:
     model = text_model(cell, attention=ATTENTIONS[cell.setting])
     trained = train_on_text(cell, model)
     model.eval()
-    pieces = validation(cell.corpus, cell.config["prefixes"], cell.config["length"])
+    pieces = validation(cell.corpus, cell.config["prefixes"], cell.config["length"]).to(cell.device)
     apparent, honest = losses(model, pieces)
     return {"apparent": apparent, "honest": honest, "leak": leak(model, pieces), "seconds": trained.seconds}
 

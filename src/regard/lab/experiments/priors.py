@@ -45,7 +45,7 @@ def measure(cell: Cell) -> dict[str, Any]:
     config = cell.config
     changes: dict[str, Any] = {
         "uniform": {},
-        "ALiBi": {"problem": Transport(prior=ALiBi(slopes(config["heads"])))},
+        "ALiBi": {"problem": Transport(prior=ALiBi(slopes(config["heads"]).to(cell.device)))},
         "learned offsets": {"attention": OffsetPrior(config["heads"], config["length"])},
     }[cell.setting]
     model = text_model(cell, positions=None, **changes)

@@ -68,7 +68,7 @@ def settings(config: Config) -> list[str]:
 def measure(cell: Cell) -> dict[str, Any]:
     name, rule = cell.setting.split(": ")
     task, config = TASKS[name], cell.config
-    tested = task(config["evaluate"], config, torch.Generator().manual_seed(10**6))
+    tested = [t.to(cell.device) for t in task(config["evaluate"], config, torch.Generator().manual_seed(10**6))]
     torch.manual_seed(cell.seed)
     sizes = {n: config[n] for n in ("layers", "heads", "width")}
     length = tested[0].shape[1]

@@ -32,7 +32,7 @@ def measure(cell: Cell) -> dict[str, Any]:
     model = text_model(cell)
     trained = train_on_text(cell, model)
     model.eval()
-    pieces = validation(cell.corpus, config["prompts"], config["length"])
+    pieces = validation(cell.corpus, config["prompts"], config["length"]).to(cell.device)
     with torch.no_grad():
         logits = model(pieces[:, :-1])
     prompts = pieces[:, : config["length"] // 2].repeat(2, 1)  # two samples of each

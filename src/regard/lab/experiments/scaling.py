@@ -75,7 +75,7 @@ def natural(damping: float) -> Attention:
 def saturation(model: Transformer, tokens: Tensor, problem: Transport | None) -> dict[str, float]:
     """Of all heads: mean entropy relative to log n, how often one key has more than 0.9, spread of the scores."""
     entropies, saturated, spreads = [], [], []
-    counts = torch.arange(1, tokens.shape[1] + 1, dtype=torch.float32)
+    counts = torch.arange(1, tokens.shape[1] + 1, dtype=torch.float32, device=tokens.device)
     for q, k, v in model.heads(tokens):
         request = AuxRequest(entropy=True, max_weight=True)
         _, aux = attention(q, k, v, is_causal=True, problem=problem, return_aux=request)

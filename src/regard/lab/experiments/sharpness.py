@@ -40,12 +40,12 @@ def own(cell: Cell) -> dict[str, Any]:
     model = text_model(cell)
     train_on_text(cell, model)
     model.eval()
-    pieces = validation(cell.corpus, config["evaluate"], config["length"])
+    pieces = validation(cell.corpus, config["evaluate"], config["length"]).to(cell.device)
     shape = config["layers"], config["heads"]
 
     def loss_at(temperatures: Tensor) -> float:
         """With a temperature for every head, [layers, H]."""
-        for block, tau in zip(model.blocks, temperatures, strict=True):
+        for block, tau in zip(model.blocks, temperatures.to(cell.device), strict=True):
             block.attention.problem = Transport(temperature=tau[:, None, None])  # type: ignore[union-attr]
         loss = mean_loss(model, pieces)
         for block in model.blocks:
@@ -74,7 +74,7 @@ def own(cell: Cell) -> dict[str, Any]:
 def head_statistics(model: Transformer, tokens: Tensor) -> tuple[list[float], list[float]]:
     """Each head's mean entropy relative to log n, and its mean score variance (dH/d ln τ), layer by layer."""
     entropies, variances = [], []
-    counts = torch.arange(2, tokens.shape[1] + 1, dtype=torch.float32)
+    counts = torch.arange(2, tokens.shape[1] + 1, dtype=torch.float32, device=tokens.device)
     for q, k, v in model.heads(tokens):
         _, aux = attention(q, k, v, is_causal=True, return_aux=AuxRequest(entropy=True, score_variance=True))
         assert aux.entropy is not None and aux.score_variance is not None

@@ -100,6 +100,7 @@ def measure(cell: Cell) -> dict[str, Any]:
     else:
         batch = backcopy(config["evaluate"], config, tested)
         pieces, tokens = torch.cat([batch[0], batch[1][:, -1:]], 1), batch[0]
+    pieces, tokens = pieces.to(cell.device), tokens.to(cell.device)
     resting = torch.ones_like(tokens, dtype=torch.bool) if text else (tokens >= config["triggers"])
     resting[:, : length // 4] = False  # with few keys, each has much
 

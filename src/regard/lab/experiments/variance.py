@@ -53,7 +53,7 @@ def rows_of(model: Transformer, listener: Listener, tokens: Tensor) -> list[tupl
     for q, k, v, out in listener.calls:
         assert out.grad is not None
         scores = (q @ k.mT / math.sqrt(q.shape[-1])).detach().double()
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         found.append((scores.masked_fill(future, -math.inf), (out.grad @ v.mT).detach().double()))
     listener.calls = []
     return found
@@ -103,9 +103,8 @@ def measure(cell: Cell) -> dict[str, Any]:
 
 def sampler_error(cell: Cell, model: Transformer, listener: Listener) -> float:
     """The formula against what a sampler finds, on a few rows of the trained model: the largest relative difference."""
-    scores, utility = (
-        t[0, 0, -8:] for t in rows_of(model, listener, cell.corpus.tokens[None, : cell.config["length"] + 1])[0]
-    )
+    tokens = cell.corpus.tokens[None, : cell.config["length"] + 1].to(cell.device)
+    scores, utility = (t[0, 0, -8:].cpu() for t in rows_of(model, listener, tokens)[0])  # as the generator
     generator = torch.Generator().manual_seed(cell.seed)
     sampled = [
         geometry.sampled_policy_gradient(
