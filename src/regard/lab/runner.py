@@ -10,6 +10,7 @@ A finished cell is never computed again, and one that was interrupted goes on fr
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -345,6 +346,16 @@ def sources() -> str:
     return found.hexdigest()
 
 
+@cache
+def engine() -> str | None:
+    """A hash of the compiled engine, as this process found it first; None if it was not built. Its sources are not in
+    `sources`, and those at hand need not be those that it was built from."""
+    found = importlib.util.find_spec("regard._native")
+    if found is None or found.origin is None:
+        return None
+    return hashlib.sha256(Path(found.origin).read_bytes()).hexdigest()
+
+
 def versions() -> dict[str, Any]:
     """What may change a result's last digits, or the result."""
     from ..doctor import machine
@@ -352,6 +363,7 @@ def versions() -> dict[str, Any]:
     return {
         "regard": __version__,
         "sources": sources(),
+        "engine": engine(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "processor": machine()["cpu"],
