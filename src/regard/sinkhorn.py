@@ -456,8 +456,8 @@ class Solver:
     def _look_for_proof(self, *orders: Tensor, tolerance: float) -> None:
         """That a head has no plan: queries that may read certain keys alone and ship more than those may receive.
 
-        Where there is none, Sinkhorn's steps overfill just such keys, and their prices leave those of the others behind.
-        So with the keys in either order, highest first, the first k of them are tried, for every k at once: a query is
+        Where there is none, Sinkhorn's steps overfill just such keys, and their prices leave those of others behind. So
+        with the keys in either order, highest first, the first k of them are tried, for every k at once: a query is
         confined to them if the last key that it may read is among them. The test is exact, whatever the numbers are.
         """
         marginals, form = self.marginals, self.side(False)[0].without_scores()
@@ -747,8 +747,7 @@ def _column_sums(engine: Any, rows: Form, a: Tensor) -> Tensor:
     prices alone give, has no true digits where they are large. It is the gradient of sum_ij a_i p_ij x_j in x."""
     B, H, _, Tk = rows.shape
     group = rows.group
-    with torch.inference_mode(False), torch.no_grad():  # a backward pass, of tensors that know of one
-        rows = rows.with_tensors({n: t.clone() if t.is_inference() else t for n, t in rows.tensors().items()})
+    with torch.no_grad():
         rows = dataclasses.replace(rows, value=per_head(rows, a.new_zeros(B, H, Tk)))
         own = torch.eye(group, dtype=rows.dtype, device=a.device).repeat(H // group, 1)  # [H, group]: each head its own
         incoming = {"out": a.to(rows.dtype)[..., None] * own[:, None]}
