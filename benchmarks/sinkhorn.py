@@ -37,7 +37,7 @@ from regard import AuxRequest, RowsAndColumns, Transport
 
 TOLERANCE = 1e-5
 GOAL = 5.0  # times as fast as either peer
-PATIENCE = {"POT": 12.0, "geomloss": 6.5}  # of regard's time, before a peer is cut off
+PATIENCE = {"POT": 12.0, "geomloss": 10.0}  # of regard's time, before a peer is cut off
 PROBE = 5  # iterations that tell how long one takes
 
 
