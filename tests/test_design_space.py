@@ -46,6 +46,11 @@ def test_names_of_the_plane():
     assert design_space.name_in_plane("Tsallis(1.5)", "Rows(relax=0.5)") == "–"
 
 
+def test_every_reference_has_a_title_and_every_title_a_cell():
+    cited = {name for cell in CELLS if cell.reference != design_space.UNNAMED for name in cell.reference.split("; ")}
+    assert cited == design_space.REFERENCES.keys()
+
+
 def test_the_page_is_written_by_the_code():
     page = Path(__file__).resolve().parent.parent / "docs" / "design-space.md"
     torch.manual_seed(7)  # what is drawn elsewhere does not matter

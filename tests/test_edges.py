@@ -355,3 +355,21 @@ def test_memory_of_16k_tokens(name):
     """Forward and backward at T = 16384 stay under 400 MiB; the plan alone would take 1024."""
     done = subprocess.run([sys.executable, "-c", MEMORY, name], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 400, f"{done.stdout} MiB"
+
+
+# --- inference mode ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inside", ["backward", "incoming", "nothing"])
+@by_backend
+def test_a_backward_pass_in_inference_mode_has_the_same_gradient(backend, inside):
+    """Nothing is recorded there: a backward pass that recomputes with autograd would find 0."""
+    q, k, v = leaves = [torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    out = regard.attention(q, k, v, is_causal=True, backend=backend)
+    weight = torch.randn(1, 2, 5, 4, dtype=torch.float64)
+    expected = torch.autograd.grad(out, leaves, weight, retain_graph=True)
+    with torch.inference_mode(inside != "nothing"):
+        incoming = weight * 1 if inside == "incoming" else weight  # a tensor that was made there
+        found = torch.autograd.grad(out, leaves, incoming)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b) and bool(b.any())

@@ -9,6 +9,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -214,6 +215,43 @@ def test_padding_of_encoder_and_decoder_are_told_apart():
     given["decoder_attention_mask"][0, 7:] = 0
     rows = [int(layer.rows[:, 0].sum()) for layer in regard.inspect(model, given).layers]
     assert rows == [33, 33, 16, 16, 16, 16]
+
+
+@pytest.mark.parametrize("kind", ["wav2vec2", "adapter", "hubert"])
+def test_padding_of_sound_is_not_counted(kind):
+    """The mask is of samples, the attention of features, of which there are fewer: a padded batch is its sequences."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes |= {"conv_dim": (8, 8), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2}
+    sizes |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "feat_extract_norm": "layer"}
+    torch.manual_seed(0)
+    if kind == "hubert":
+        model = hf.HubertModel(hf.HubertConfig(**sizes))
+    else:
+        more = {"add_adapter": True, "num_adapter_layers": 1, "output_hidden_size": 16} if kind == "adapter" else {}
+        model = hf.Wav2Vec2ForCTC(hf.Wav2Vec2Config(**sizes, **more, vocab_size=8))
+    sounds = [torch.randn(1, n, generator=torch.Generator().manual_seed(n)) for n in (400, 230)]
+    alone = regard.inspect(model, [{"input_values": sound} for sound in sounds], statistics=NAMES)
+    mask = (torch.arange(400) < torch.tensor([[400], [230]])).long()
+    padded = {
+        "input_values": torch.cat([sounds[0], torch.nn.functional.pad(sounds[1], (0, 170))]),
+        "attention_mask": mask,
+    }
+    together = regard.inspect(model, padded, statistics=NAMES)
+    assert together.rows == 39 + 22
+    assert_same(together, alone)
+
+
+def test_padding_of_sound_that_nobody_can_place_is_told_of():
+    encoder, sound = build("whisper").model.encoder, inputs_of("whisper")["input_features"]
+    mask = torch.ones(sound.shape[0], sound.shape[2], dtype=torch.long)
+    with warnings.catch_warnings(), regard.watch(encoder):
+        warnings.simplefilter("error")
+        encoder(sound, attention_mask=mask)
+    mask[0, 5:] = 0
+    words = r"attention_mask: expected one of the \d+ positions that WhisperEncoder attends to"
+    with pytest.warns(UserWarning, match=words) as said, regard.watch(encoder) as seen:
+        encoder(sound, attention_mask=mask)
+    assert len(said) == 1 and len(seen.layers) > 1
 
 
 def test_a_hybrid_model():
@@ -552,6 +590,23 @@ def test_views_only_where_all_layers_read_one_sequence():
     assert regard.inspect(stories, tokens(64, 2, 20), views=True).views
     padding = {"input_ids": tokens(64, 2, 20), "attention_mask": padded("left", 2, 20)}
     assert regard.inspect(stories, padding, views=True).views == {}
+
+
+def test_views_are_asked_for_from_the_beginning(tmp_path):
+    """They are of the first sequence: a run that was begun without them cannot get them later."""
+    run, batches = tmp_path / "run.safetensors", [tokens(64, 1, 12, n) for n in range(2)]
+    model = build("llama")
+    regard.inspect(model, batches, run=run)
+    with pytest.raises(ValueError, match=r"views: expected False, as '.*run.safetensors' was begun without them"):
+        regard.inspect(model, batches, run=run, views=True)
+    regard.inspect(model, batches, run=run)
+    run.unlink()
+    viewed = regard.inspect(model, batches, run=run, views=True)
+    assert viewed.views and regard.inspect(model, batches, run=run, views=True).views == viewed.views
+    run.unlink()
+    padding = {"input_ids": tokens(64, 2, 20), "attention_mask": padded("left", 2, 20)}
+    for _ in range(2):  # asked for, and there are none
+        assert regard.inspect(model, padding, run=run, views=True).views == {}
 
 
 def test_first_key_mass_is_of_queries_that_see_the_key():

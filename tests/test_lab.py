@@ -1,5 +1,7 @@
 """The lab: verdicts from numbers, runs that reproduce and resume bit for bit, the page, and the command."""
 
+import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -261,6 +263,7 @@ def test_a_run_does_not_go_on_with_other_sources(tmp_path, monkeypatch):
     package = tmp_path / "regard"
     shutil.copytree(Path(runner.__file__).parents[1], package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     before = hashed()
+    assert runner.sources() == before  # found first here, before anything changes
     monkeypatch.setattr(runner, "__file__", str(package / "lab" / "runner.py"))
     assert hashed() == before  # wherever it is installed
     with (package / "lab" / "judging.py").open("a") as file:
@@ -271,6 +274,26 @@ def test_a_run_does_not_go_on_with_other_sources(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "sources", lambda: changed)
     with pytest.raises(Refused, match=f"versions.json: this run was begun with sources = '{before}'"):
         fresh(tmp_path / "run")
+
+
+def test_a_run_does_not_go_on_with_another_engine(tmp_path, monkeypatch):
+    hashed = runner.engine.__wrapped__  # not what was found first
+    spec = importlib.util.find_spec("regard._native")
+    if spec is None:
+        assert hashed() is None
+        return
+    assert hashed() == hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest() == runner.versions()["engine"]
+    fresh(tmp_path / "run")
+    rebuilt = tmp_path / "_native.so"
+    rebuilt.write_bytes(Path(spec.origin).read_bytes() + b"changed")
+    other = importlib.util.spec_from_file_location("regard._native", rebuilt)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: other)
+    changed = hashed()
+    monkeypatch.setattr(runner, "engine", lambda: changed)
+    with pytest.raises(Refused, match=r"versions.json: this run was begun with engine = '\w+', not '\w+'"):
+        fresh(tmp_path / "run")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert hashed() is None
 
 
 def test_a_training_that_diverges_ends(tmp_path):

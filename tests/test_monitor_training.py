@@ -1,5 +1,6 @@
 """`regard.hf.MonitorCallback` in transformers' Trainer, and `Monitor` in several processes."""
 
+import json
 import os
 import subprocess
 import sys
@@ -105,18 +106,29 @@ def test_tensorboard_if_the_trainer_reports_to_it(tmp_path):
 
 
 def test_two_processes_see_what_one_sees(tmp_path):
-    """torchrun: the halves of each batch, joined by one all-reduce in each sampled step; the first process writes."""
+    """torchrun: the halves of each batch, joined by one all-reduce in each sampled step; the first process writes. They
+    agree on the layers before the first, and where one of them sees a layer for the first time; one that saw nothing
+    is no reason to stop. Processes that number their layers differently are told so, all of them."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
     subprocess.run(
-        [*command, str(HERE / "processes.py"), str(tmp_path), "reader"],
+        [*command, str(HERE / "processes.py"), str(tmp_path), "reader", "late"],
         check=True, env=environment, capture_output=True, timeout=120,
     )  # fmt: skip
-    assert processes.train(tmp_path, "reader") == 0
-    assert [(tmp_path / f"reader-{rank}.count").read_text() for rank in (0, 1)] == ["3", "3"]
-    two, one = (samples(tmp_path / f"reader-{world}.jsonl") for world in (2, 1))
-    assert [line["step"] for line in two] == [0, 2, 4]
-    for a, b in zip(one, two, strict=True):
-        assert a["rows"] == b["rows"] and a.keys() == b.keys()
-        for name in a:
-            assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-6), name
+    assert processes.train(tmp_path, "reader") == processes.train_unequally(tmp_path) == []
+    taken = {
+        kind: [json.loads((tmp_path / f"{kind}-{rank}.json").read_text()) for rank in (0, 1)]
+        for kind in ("reader", "late")
+    }
+    agree, add = "all_gather_object", "all_reduce"
+    assert taken["reader"] == [[agree, add, add, add]] * 2
+    for collectives in taken["late"]:
+        assert collectives[:-1] == [agree, add, add, add, agree, add, add]
+        assert "expected every process to see the same layers, but layer 0 is ('layers.0', 4" in collectives[-1]
+    for kind, steps in (("reader", [0, 2, 4]), ("late", [0, 1, 2, 3])):
+        two, one = (samples(tmp_path / f"{kind}-{world}.jsonl") for world in (2, 1))
+        assert [line["step"] for line in two] == steps
+        for a, b in zip(one, two, strict=True):
+            assert a["rows"] == b["rows"] and a.keys() == b.keys()
+            for name in a:
+                assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-6), name

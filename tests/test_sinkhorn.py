@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+import re
 import warnings
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -17,9 +18,24 @@ from hypothesis import strategies as st
 from ott.geometry import geometry
 from ott.problems.linear import linear_problem
 from ott.solvers.linear import sinkhorn as ott_sinkhorn
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_bipartite_matching
 
 import regard
-from regard import ALiBi, AuxRequest, Bias, Causal, Documents, Free, Rows, RowsAndColumns, Transport, Tsallis, Window
+from regard import (
+    ALiBi,
+    AuxRequest,
+    Bias,
+    Causal,
+    Documents,
+    Free,
+    Rows,
+    RowsAndColumns,
+    Transport,
+    Tsallis,
+    Window,
+    sinkhorn,
+)
 from regard.backends import native
 
 jax.config.update("jax_enable_x64", True)
@@ -521,6 +537,58 @@ def test_causal_masks_are_refused(mask):
             regard.solve(draw(2, 5, 5), Transport(prior=Bias(mask), marginal=RowsAndColumns()))
 
 
+ALTERNATING = torch.arange(5) % 2
+NOT_THE_NEXT = ~torch.ones(5, 5, dtype=torch.bool).tril(1).triu(1)
+UP_TO_THE_NEXT = torch.zeros(5, 5).masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(2), -math.inf)
+
+
+@pytest.mark.parametrize(
+    ("prior", "mask"),
+    [
+        (Window(2, 1), NOT_THE_NEXT),
+        (Window(None, 1) * Documents(ALTERNATING), None),
+        (Bias(UP_TO_THE_NEXT), NOT_THE_NEXT),
+        (Documents(TWO), LOWER | (TWO[:, None] != TWO)),
+    ],
+    ids=["window", "documents", "bias", "document by document"],
+)
+def test_what_is_causal_together_is_refused(prior, mask):
+    whole = prior if mask is None else prior * Bias(torch.zeros(5, 5).masked_fill(~mask, -math.inf))
+    with pytest.raises(ValueError, match=r"prior.* together: RowsAndColumns refuses a causal .* read the future"):
+        call(attn_mask=mask, problem=Transport(prior=prior, marginal=RowsAndColumns()))
+    with pytest.raises(ValueError, match="factors together: RowsAndColumns refuses a causal"):
+        call(problem=Transport(prior=whole, marginal=RowsAndColumns()))
+
+
+def test_one_head_that_is_causal_far_down_is_found():
+    """Blocks of queries are looked at one after the other, heads each for itself."""
+    T = 600
+    mask = torch.ones(2, T, T, dtype=torch.bool).tril()
+    q = draw(1, 2, T, 4)
+    problem = Transport(marginal=RowsAndColumns(iterations=1))
+    mask[0, 10, 11] = mask[1, 590, 599] = True
+    regard.attention(q, q, q, mask, problem=problem)
+    mask[1, 590, 599] = False
+    with pytest.raises(ValueError, match="attn_mask: RowsAndColumns refuses a causal"):
+        regard.attention(q, q, q, mask, problem=problem)
+
+
+@pytest.mark.parametrize("low", [-65504.0, -1e9, -1e30])
+def test_numbers_that_mean_forbidden(low):
+    """They are scores and stay so, but a triangle of them is causal, and others are told of."""
+    problem = Transport(marginal=RowsAndColumns(iterations=3))
+    bias = draw(5, 5)
+    triangle, padding = bias.masked_fill(~LOWER, low), bias.masked_fill(torch.arange(5) == 4, low)
+    with pytest.raises(ValueError, match="attn_mask: RowsAndColumns refuses a causal"):
+        call(attn_mask=triangle, problem=problem)
+    with pytest.warns(UserWarning, match=r"attn_mask: RowsAndColumns expects -inf .* got numbers down to -"):
+        call(attn_mask=padding, problem=problem)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(attn_mask=bias.masked_fill(torch.arange(5) == 4, -math.inf), problem=problem)
+        call(attn_mask=bias.abs() * low, problem=problem)  # large costs
+
+
 def test_causal_masks_of_modules_are_refused():
     module = regard.nn.MultiheadAttention(8, 2, problem=Transport(marginal=RowsAndColumns()), batch_first=True)
     x = torch.randn(1, 5, 8)
@@ -611,6 +679,72 @@ def test_no_plan_is_never_taken_for_one(kind, T, dtype):
     assert out.isfinite().all() and (aux.mass - 1).abs().max() < 1e-4
     with pytest.raises(RuntimeError, match="in 8 of 8 heads"):
         regard.attention(q, k, v, mask, problem=Transport(marginal=RowsAndColumns(strict=True, **settings)))
+
+
+@by_backend
+@settings(max_examples=12, deadline=None)
+@given(seeds)
+def test_there_is_no_plan_is_said_where_there_is_none_and_soon(backend, seed):
+    """Each query ships 1 and each key receives 1: there is a plan where queries and keys can be matched (Birkhoff)."""
+    T = 7
+    mask = torch.rand(T, T, generator=torch.Generator().manual_seed(seed)) < 0.3
+    mask[:, 0] |= ~mask.any(1)
+    mask[0] |= ~mask.any(0)
+    mask[0, -1] = True  # not causal, even by chance
+    matched = maximum_bipartite_matching(csr_array(mask.numpy()), perm_type="column")
+    q, k, v = (draw(1, 2, T, 4, seed=n) for n in range(3))
+    problem = Transport(marginal=RowsAndColumns(tolerance=1e-5))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        aux = regard.attention(
+            q, k, v, mask, problem=problem, backend=backend, return_aux=AuxRequest(iterations=True)
+        )[1]  # fmt: skip
+    if (matched >= 0).all():
+        assert not said
+        return
+    [warning] = said
+    shipped, keys = re.search(r"no plan: in head . of batch 0, (\d) queries ship \1 and may read only (\d) keys",
+                              str(warning.message)).groups()  # fmt: skip
+    assert int(shipped) > int(keys) and int(aux.iterations.max()) <= 33
+
+
+def test_a_residual_that_stands_still_is_told_of_before_the_last_iteration(monkeypatch):
+    """Nor is there a proof here: it is switched off."""
+    monkeypatch.setattr(sinkhorn.Solver, "_look_for_proof", lambda *_, **__: None)
+    problem = Transport(marginal=RowsAndColumns(strict=True, max_iterations=2000))
+    q = draw(1, 1, 8, 4)
+    with pytest.raises(RuntimeError, match=r"after [5-9]\d\d iterations .* it stands still"):
+        regard.attention(q, q, q, crowded(8, 2, 1), problem=problem)
+
+
+@by_backend
+def test_marginals_that_masks_make_impossible(backend):
+    q, k, v = (draw(2, 2, 8, 4, seed=n) for n in range(3))
+
+    def solved(mask, **marginals):
+        problem = Transport(marginal=RowsAndColumns(strict=True, tolerance=1e-9, **marginals))
+        aux = AuxRequest(key_mass=True, mass=True)
+        return regard.attention(q, k, v, mask, problem=problem, backend=backend, return_aux=aux)[1]
+
+    one_key = torch.ones(8, 8, dtype=torch.bool)
+    one_key[2, 1:] = False  # query 2 reads key 0 alone ...
+    nothing = torch.tensor([0.0, *[8 / 7] * 7], dtype=F64)
+    with pytest.raises(ValueError, match=r"\(column\): expected every query .* 4 that cannot, .* query 2 of head 0"):
+        solved(one_key, column=nothing)  # ... which is to receive nothing
+    with pytest.raises(ValueError, match="got 4 that cannot"):
+        solved(one_key, column=nothing, relax=1.0)
+    unread = torch.arange(8) != 3
+    with pytest.raises(ValueError, match=r"8, over the keys that can be read, got 7; 1 keys that no query may read"):
+        solved(unread.expand(8, 8), column=torch.ones(8, dtype=F64))
+    by_idle = unread.expand(8, 8).clone()
+    by_idle[2, 3] = True  # key 3 is read by query 2 alone, which ships nothing
+    row = torch.ones(8, dtype=F64).index_fill(0, torch.tensor(2), 0.0)
+    found = solved(by_idle, row=row).key_mass
+    assert (found - torch.where(unread, 1.0, 0.0)).abs().max() < 1e-8
+    with pytest.raises(ValueError, match=r"7, over the keys that can be read, got 6\.125; 1 keys"):
+        solved(by_idle, row=row, column=torch.full((8,), 7 / 8, dtype=F64))
+    relaxed = solved(by_idle, row=row, column=torch.full((8,), 7 / 8, dtype=F64), relax=0.5)
+    assert (relaxed.mass - row).abs().max() < 1e-12 and relaxed.key_mass[..., 3].abs().max() == 0
 
 
 @pytest.mark.parametrize("dtype", [F64, torch.float32], ids=str)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -319,7 +320,8 @@ def lower(
         else:
             form.score_bias = mask
         if form.marginal == "columns":
-            _refuse_causal("attn_mask", mask)
+            _refuse_causal_tensor("attn_mask", mask)
+            _refuse_causal("the prior and attn_mask together", form, Tq, Tk, query.device)
     form.dropout_p = number("dropout_p", dropout_p, "a probability in [0, 1]", probability)
     if form.dropout_p > 0:
         seed = torch.randint(2**62, (1, 1, 1, 1), device=query.device)
@@ -410,7 +412,7 @@ def lower_problem(
     if problem.prior is not None or is_causal:
         _lower_prior(form, problem.prior, lead, Tq, Tk, dtype, device, is_causal)
     if form.marginal == "columns":
-        _check_columns(form, problem)
+        _check_columns(form, problem, Tq, Tk, device)
     if form.hard and known_hard(form):
         # Keys that take at most pi each (Fermi-Dirac) share by other rules than "the best takes all".
         unlike = form.marginal != "rows" or form.mass != 1 or form.weighted
@@ -451,7 +453,7 @@ def _lower_columns(
         check_values("RowsAndColumns(relax)", form.level, "relax > 0", lambda rho: (rho > 0) & rho.isfinite())
 
 
-def _check_columns(form: Form, problem: Transport) -> None:
+def _check_columns(form: Form, problem: Transport, Tq: int, Tk: int, device: torch.device) -> None:
     """What a plan with both marginals cannot have: temperatures of single queries, temperature 0, a causal prior."""
     for name, value in (("temperature", form.temperature), ("RowsAndColumns(relax)", form.level)):
         if isinstance(value, Tensor) and value.shape[2] > 1:
@@ -464,7 +466,8 @@ def _check_columns(form: Form, problem: Transport) -> None:
     if form.right is not None and form.right <= 0:
         raise ValueError(_CAUSAL.format("prior"))
     for log_prior in form.log_priors:
-        _refuse_causal("Bias(log_prior)", log_prior)
+        _refuse_causal_tensor("Bias(log_prior)", log_prior)
+    _refuse_causal("the prior's factors together", form, Tq, Tk, device)
 
 
 _CAUSAL = (
@@ -474,23 +477,84 @@ _CAUSAL = (
 )
 
 
-def _refuse_causal(name: str, mask: Tensor) -> None:
-    """Raise if a mask, float mask or log-prior [B|1, H|1, Tq|1, Tk|1] is causal for some plan, as far as its values may
-    be looked at: it admits nothing above the diagonal and something below."""
-    Tq, Tk = mask.shape[2:]
-    if Tq != Tk or Tq < 2 or not concrete(mask):
+def _refuse_causal_tensor(name: str, mask: Tensor) -> None:
+    """Raise if a mask, float mask or log-prior [B|1, H|1, Tq|1, Tk|1] is causal for some plan; warn of numbers in it
+    that look like -inf and are not."""
+    if not concrete(mask) or not mask.numel():
         return
+    plain = mask.dtype == torch.bool
+    _refuse_causal(name, Form(mask=mask) if plain else Form(score_bias=mask), *mask.shape[2:], mask.device)
+    if not plain and _meant_as_forbidden(mask) > -math.inf:
+        warnings.warn(
+            f"{name}: RowsAndColumns expects -inf (or a bool mask) where nothing may be sent, got numbers down to "
+            f"{_lowest(mask):.3g}: they are scores, and a key that is to receive its share is sent it at any",
+            stacklevel=2,
+        )
+
+
+_FORBIDDING = -1e4  # masks of finite numbers say -inf with these and lower ones: -65504, -1e9, the most negative one
+
+
+def _lowest(mask: Tensor) -> float:
     mask = mask.detach()
-    for dim in (0, 1):
-        if mask.shape[dim] > 1 and mask.stride(dim) == 0:  # expanded: one is like another
-            mask = mask.narrow(dim, 0, 1)
-    # The most negative number is how masks of finite numbers say -inf.
-    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
-    causal = allowed.tril(-1).any(-1).any(-1) & ~allowed.triu(1).any(-1).any(-1)
-    # Padding that leaves the first key alone, or the last query, is below the diagonal too: there is nobody to tell.
-    causal &= allowed[..., 1:].any(-1).any(-1) & allowed[..., :-1, :].any(-1).any(-1)
-    if bool(causal.any()):
+    return float(torch.where(mask > -math.inf, mask, math.inf).min())
+
+
+def _meant_as_forbidden(mask: Tensor) -> float:
+    """The number up to which those of a float mask are to say -inf (-inf: there are none): far below all others, none
+    of which is within a factor of 500. (A cost that merely is large has others between.)"""
+    lowest = _lowest(mask)
+    if not lowest <= _FORBIDDING:
+        return -math.inf
+    mask = mask.detach()
+    if lowest == torch.finfo(mask.dtype).min:
+        return lowest
+    between = (mask > lowest / 2) & (mask < lowest / 1000)
+    return -math.inf if bool(between.any()) else lowest / 2
+
+
+def _refuse_causal(name: str, form: Form, Tq: int, Tk: int, device: torch.device) -> None:
+    """Raise if all that a form says of its prior is causal for some plan, as far as its values may be looked at: it
+    admits nothing above the diagonal and something below, and the columns have a say in it."""
+    tensors = [t for t in (form.mask, form.score_bias, *form.log_priors, form.query_ids) if t is not None]
+    if Tq != Tk or Tq < 2 or not tensors or not all(concrete(t) for t in tensors):
+        return
+    floats = [_one_of_each(t) for t in (form.score_bias, *form.log_priors) if t is not None]
+    limits = [_meant_as_forbidden(t) for t in floats]
+    prior = Form(log_priors=floats, query_ids=form.query_ids, key_ids=form.key_ids)
+    prior.mask = None if form.mask is None else _one_of_each(form.mask)
+    prior.left, prior.right, prior.offset = form.left, form.right, form.offset
+    below: Any = False  # [B|1, H|1] each
+    above: Any = False
+    choice: Any = False
+    others: Any = False
+    for start in range(0, Tq, 256):
+        rows = slice(start, min(Tq, start + 256))
+        size = rows.stop - start
+        block = prior.cut(slice(None), slice(None), rows, slice(0, Tk))
+        allowed = block.admissible(size, Tk, device)
+        assert allowed is not None
+        for bias, limit in zip(block.log_priors, limits, strict=True):
+            allowed = allowed & (bias > limit)
+        allowed = allowed.expand(*allowed.shape[:2], size, Tk) if allowed.dim() == 4 else allowed.expand(1, 1, size, Tk)
+        above |= allowed.triu(1 + start).flatten(2).any(-1)
+        if bool(torch.as_tensor(above).all()):
+            return
+        below |= allowed.tril(start - 1).flatten(2).any(-1)
+        # A query with one key sends it all; where only the last query reads, nobody is told of a later one.
+        choice |= (allowed.sum(-1) > 1).any(-1)
+        others |= allowed[:, :, : size - (rows.stop == Tq)].flatten(2).any(-1)
+    if bool((below & ~above & choice & others).any()):
         raise ValueError(_CAUSAL.format(name))
+
+
+def _one_of_each(tensor: Tensor) -> Tensor:
+    """Without the copies of a batch or of heads that were expanded, and without a gradient."""
+    tensor = tensor.detach()
+    for dim in (0, 1):
+        if tensor.shape[dim] > 1 and tensor.stride(dim) == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _lower_prior(

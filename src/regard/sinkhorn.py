@@ -40,6 +40,7 @@ _MEMORY = 20  # steps that Anderson's mixing looks back on
 _FACTOR = 3.0  # from one temperature to the next on the way down
 _WARM = 0.03  # the residual that is good enough on the way
 _PATIENCE = 50  # iterations in float32 that do not halve a residual are enough of it
+_STILL = 200  # iterations that do not bring a residual down by a hundredth (or a fourth of all allowed) are the last
 _PEAKED = 0.5  # of log n: plans of less entropy are approached from larger temperatures
 NEEDED = ("lse", "entropy", "support")  # the statistics that the solver's own passes ask of a backend
 
@@ -183,7 +184,12 @@ class Marginals:
             )
             solver = ops.BACKENDS[backend]
             row = torch.where(solver.forward(bare, ("support",))["support"] > 0, row, 0.0)
-            keys = solver.forward(_bare(transposed(bare)), ("support",))["support"] > 0
+            readers = _bare(transposed(bare))
+            if form.row_mass is not None:  # a query that ships nothing reads nothing
+                readers = one_sided(readers, torch.zeros_like(row), row.detach() > 0)
+            keys = solver.forward(readers, ("support",))["support"] > 0
+            if form.column_mass is not None:
+                _check_outlets(solver, bare, row.detach() > 0, keys & (form.column_mass.squeeze(2) > 0))
         relaxed = isinstance(form.level, Tensor) or form.level > 0
         shipped = groups.total(row, groups.queries)  # [B, H, G]
         if form.column_mass is None:
@@ -193,7 +199,8 @@ class Marginals:
             column = torch.where(keys, form.column_mass.squeeze(2).expand(B, H, Tk), 0.0)
             if not relaxed:  # two totals are never equal to the last digit: the columns follow the rows
                 received = groups.total(column, groups.keys)
-                _check_totals(shipped.detach(), received.detach(), groups.size > 1)
+                unread = (form.column_mass.squeeze(2) * ~keys).detach()
+                _check_totals(shipped.detach(), received.detach(), unread, groups.size > 1)
                 share = shipped / torch.where(received > 0, received, 1.0)
                 column = column * groups.each(share, groups.keys)
         kappa: Any = form.temperature / form.level if relaxed else 0.0
@@ -239,13 +246,29 @@ def from_scores(form: Form, scores: Tensor) -> Form:
     return dataclasses.replace(form, query=query, key=key, value=key, score_bias=scores)
 
 
-def _check_totals(shipped: Tensor, received: Tensor, documents: bool) -> None:
+def _check_totals(shipped: Tensor, received: Tensor, unread: Tensor, documents: bool) -> None:
     off = (shipped - received).abs() > 1e-3 * torch.maximum(shipped, received)
     if bool(off.any()):
         where = " in a document" if documents else ""
+        lost = int((unread > 0).any(0).any(0).sum())
+        more = f"; {lost} keys that no query may read are to receive something, too" if lost else ""
         raise ValueError(
             f"RowsAndColumns(column): expected to sum to what the queries ship{where}, {float(shipped[off][0]):.6g}, "
-            f"over the keys that can be read, got {float(received[off][0]):.6g} (relax= takes unequal totals)"
+            f"over the keys that can be read, got {float(received[off][0]):.6g}{more} (relax= takes unequal totals)"
+        )
+
+
+def _check_outlets(solver: Any, bare: Form, ships: Tensor, live: Tensor) -> None:
+    """See that each query that ships something may read a key that is to receive something."""
+    if bool(live.all()):
+        return
+    outlets = solver.forward(one_sided(bare, torch.zeros_like(live, dtype=bare.dtype), live), ("support",))["support"]
+    stuck = ships & (outlets == 0)
+    if bool(stuck.any()):
+        b, h, i = (int(n) for n in stuck.nonzero()[0])
+        raise ValueError(
+            f"RowsAndColumns(column): expected every query that ships something to be able to read a key that is to "
+            f"receive some, got {int(stuck.sum())} that cannot, the first of them query {i} of head {h} of batch {b}"
         )
 
 
@@ -261,6 +284,8 @@ class Found:
     share: Tensor  # [B, H], the worst document's sum of it, of what its keys are to receive
     iterations: Tensor  # [B, H]
     wide: bool  # the passes had to be in float64
+    still: Tensor | None = None  # [B, H], given up: many iterations brought nothing
+    proof: str = ""  # why there is no plan, where that was shown
 
 
 class Solver:
@@ -275,6 +300,11 @@ class Solver:
         self.folds = self.marginals.complete and form.softcap is None and form.scale != 0 and form.group <= 8
         self.sides: dict[bool, tuple[Form, Form]] = {}
         self.queries = self.marginals.row > 0
+        # Heads that were shown to have no plan. Without zeros of the prior within a document there always is one.
+        self.impossible = torch.zeros(form.shape[:2], dtype=torch.bool, device=form.query.device)
+        self.proof = ""
+        pieces = (form.mask, form.left, form.right, form.score_bias, *form.log_priors)
+        self.doubtful = self.marginals.balanced and any(piece is not None for piece in pieces)
 
     def side(self, wide: bool) -> tuple[Form, Form]:
         if wide not in self.sides:
@@ -322,7 +352,7 @@ class Solver:
             found = self.iterate(found.gamma, True, settings.tolerance, settings.max_iterations)
             counted += found.iterations
             found.wide = True
-        found.iterations = counted
+        found.iterations, found.proof = counted, self.proof
         return found
 
     def _begin(self, wide: bool) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
@@ -367,6 +397,7 @@ class Solver:
         iterations = torch.zeros(B, H, dtype=torch.long, device=gamma.device)
         done, final = ~fresh, (gamma, gamma, best)
         coarse, mark = False, best
+        still, least, since = done, best, iterations.clone()
         for number in range(limit):
             phi, received = self.sweep(gamma, wide, heat, lse if number == 0 else None)
             target = marginals.target(gamma, kappa)
@@ -390,6 +421,13 @@ class Solver:
             ]
             final = kept[0], kept[1], torch.where(done | ~good, final[2], share)
             done = done | arrived
+            if self.doubtful and number >= 4 and number.bit_count() == 1 and not bool(done.all()):
+                excess = residual / torch.where(marginals.live, target, 1.0)
+                self._look_for_proof(gamma, excess.nan_to_num(0.0), tolerance=tolerance)
+            better = share < least * 0.99
+            least, since = torch.where(better, share, least), torch.where(better, number, since)
+            still = still | (~done & (number - since >= max(_STILL, limit // 4)))
+            done = done | still | self.impossible
             if bool(done.all()):
                 break
             if not wide and number % _PATIENCE == _PATIENCE - 1:  # rounding keeps float32 from getting better?
@@ -413,7 +451,36 @@ class Solver:
             fallback = torch.where(good[..., None], gamma + step, fallback)
             fresh = ~good
             gamma = torch.where(done[..., None], gamma, following)
-        return Found(final[0], final[1].abs(), final[2], iterations, coarse)
+        return Found(final[0], final[1].abs(), final[2], iterations, coarse, still)
+
+    def _look_for_proof(self, *orders: Tensor, tolerance: float) -> None:
+        """That a head has no plan: queries that may read certain keys alone and ship more than those may receive.
+
+        Where there is none, Sinkhorn's steps overfill just such keys, and their prices leave those of others behind. So
+        with the keys in either order, highest first, the first k of them are tried, for every k at once: a query is
+        confined to them if the last key that it may read is among them. The test is exact, whatever the numbers are.
+        """
+        marginals, form = self.marginals, self.side(False)[0].without_scores()
+        none = torch.zeros_like(marginals.column)
+        form = dataclasses.replace(one_sided(form, none, marginals.live), scale=1.0, temperature=1.0)
+        for order in orders:
+            keys = torch.where(marginals.live, order, -math.inf).argsort(-1, descending=True)  # [B, H, Tk]
+            rank = keys.argsort(-1)
+            last = self.engine.forward(_folded(form, -rank.double()), ("max_scores",))["max_scores"]
+            last = last.clamp(min=0).round().long()  # [B, H, Tq]
+            shipped = none.scatter_add(-1, last, marginals.row).cumsum(-1)  # by the queries confined to the first k
+            received = marginals.column.gather(-1, keys).cumsum(-1)
+            over, most = (shipped - received).max(-1)
+            proved = over > max(tolerance, 1e-6) * marginals.row.sum(-1)
+            if not self.proof and bool(proved.any()):
+                b, h = (int(n) for n in proved.nonzero()[0])
+                k = int(most[b, h])
+                self.proof = (
+                    f"there is no plan: in head {h} of batch {b}, "
+                    f"{int((self.queries[b, h] & (last[b, h] <= k)).sum())} queries ship {float(shipped[b, h, k]):.6g} "
+                    f"and may read only {k + 1} keys, which are to receive {float(received[b, h, k]):.6g}"
+                )
+            self.impossible = self.impossible | proved
 
     def _settled(self, gamma: Tensor, kappa: Tensor) -> Tensor:
         """Relaxed prices, all moved by as much as makes what a document's keys ask for what its queries ship: the one
@@ -609,10 +676,14 @@ def _report(found: Found, settings: RowsAndColumns) -> None:
         return
     where, worst = int(missed.sum()), float(off.max())
     amount = f"{worst:.2e} of the mass is" if worst < math.inf else "more of the mass than float64 can tell may be"
+    reason = "the temperature is small, or masks and marginals leave no plan that meets them"
+    if found.proof:
+        reason = found.proof
+    elif found.still is not None and bool((found.still & missed).any()):
+        reason = f"it stands still; {reason}"
     text = (
         f"RowsAndColumns: after {int(found.iterations.max())} iterations {amount} in a "
-        f"wrong column (tolerance {settings.tolerance:.0e}) in {where} of {off.numel()} heads: the temperature is "
-        f"small, or masks and marginals leave no plan that meets them"
+        f"wrong column (tolerance {settings.tolerance:.0e}) in {where} of {off.numel()} heads: {reason}"
     )
     if settings.strict:
         raise RuntimeError(text)
@@ -676,8 +747,7 @@ def _column_sums(engine: Any, rows: Form, a: Tensor) -> Tensor:
     prices alone give, has no true digits where they are large. It is the gradient of sum_ij a_i p_ij x_j in x."""
     B, H, _, Tk = rows.shape
     group = rows.group
-    with torch.inference_mode(False), torch.no_grad():  # a backward pass, of tensors that know of one
-        rows = rows.with_tensors({n: t.clone() if t.is_inference() else t for n, t in rows.tensors().items()})
+    with torch.no_grad():
         rows = dataclasses.replace(rows, value=per_head(rows, a.new_zeros(B, H, Tk)))
         own = torch.eye(group, dtype=rows.dtype, device=a.device).repeat(H // group, 1)  # [H, group]: each head its own
         incoming = {"out": a.to(rows.dtype)[..., None] * own[:, None]}

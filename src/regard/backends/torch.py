@@ -499,10 +499,12 @@ def backward(
     form: Form, needed: tuple[str, ...], outputs: dict[str, Tensor], grads: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """Gradients of the needed slots, from forward's outputs (`saved` among them) and the gradients of some."""
-    tensors = form.tensors()
-    totals = {name: torch.zeros_like(tensors[name], dtype=form.dtype) for name in needed}
     names = tuple(grads)
-    with _full_precision(form), torch.enable_grad():
+    # Inference mode would record nothing here, and every gradient would be 0.
+    with torch.inference_mode(False), _full_precision(form), torch.enable_grad():
+        tensors, outputs, grads = (_recordable(given) for given in (form.tensors(), outputs, grads))
+        form = form.with_tensors(tensors)
+        totals = {name: torch.zeros_like(tensors[name], dtype=form.dtype) for name in needed}
         for where in blocks(form):
             block = form.cut(*where)
             leaves = {n: t.detach().to(form.dtype).requires_grad_() for n, t in block.tensors().items() if n in needed}
@@ -517,7 +519,12 @@ def backward(
             for name, grad in zip(leaves, found, strict=True):
                 if grad is not None:
                     form.cut_slot(name, totals[name], *where).add_(grad)
-    return {name: total.to(tensors[name].dtype) for name, total in totals.items()}
+        return {name: total.to(tensors[name].dtype) for name, total in totals.items()}
+
+
+def _recordable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of those that were made in inference mode, which autograd does not take."""
+    return {name: t.clone() if t.is_inference() else t for name, t in tensors.items()}
 
 
 def _full_precision(form: Form) -> AbstractContextManager:

@@ -9,7 +9,6 @@ import math
 import os
 import sys
 import warnings
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from os import PathLike
@@ -59,7 +58,8 @@ class Monitor:
     `statistics` are names of `AuxRequest`'s fields beside entropy and max_scores. Passes without gradients are counted
     with `evaluation` only. `real` tells which tokens are not padding ([B, T]) from the model's arguments by name; by
     default it is a 2-D `attention_mask`. With several processes every one samples the same steps; one all-reduce joins
-    what they saw (over `process_group`, the data-parallel one if there are others), and the first one writes.
+    what they saw (over `process_group`, the data-parallel one if there are others), and the first one writes. Some may
+    see nothing of a layer, or of any; where one sees a layer that is new they exchange what they know first.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class Monitor:
         self.watch = Watch(thresholds or Limits())
         self.current = -1  # the step under way, or the last one
         self.layout: dict[int, tuple[str, int, tuple[str, ...]]] = {}  # layer: its name, heads and channels
+        self._agreed: dict[int, tuple[str, int, tuple[str, ...]]] = {}  # ... as every process knows them
         self._listening: contextlib.ExitStack | None = None
         self._pending: dict[str, Any] | None = None  # a sampled step whose loss is not known yet
         self._told: dict[str, Any] = {}  # what `log` said last, by step
@@ -192,7 +193,7 @@ class Monitor:
             return
         step, layers = self._pending["step"], self._pending["layers"]
         self._pending = None
-        self.layout |= {layer.index: (layer.name, layer.heads, layer.channels) for layer in layers}
+        self.layout |= {layer.index: _laid_out(layer) for layer in layers}
         metrics = _metrics(layers)
         told = self._told if self._told.get("step") == step else {}
         line: dict[str, Any] = {"step": step}
@@ -239,7 +240,7 @@ class Monitor:
         if not isinstance(state, dict) or state.get("version") != 1:
             raise ValueError("state: expected what Monitor.state_dict() gives (version 1), got something else")
         self._abandon()
-        self._pending, self._waiting, self._told = None, [], {}
+        self._pending, self._waiting, self._told, self._agreed = None, [], {}, {}
         self.watch.load_state_dict(state["watch"])
         self.current, self._since = int(state["step"]), list(state["since"])
         self.layout = {index: (name, heads, tuple(channels)) for index, name, heads, channels in state["layers"]}
@@ -263,32 +264,58 @@ class Monitor:
     def _joined(self, layers: list[Layer]) -> list[Layer]:
         """What all processes saw: one all-reduce over sums and counts, and a slot for each process's maxima.
 
-        Every process must know the same layers; one that saw none of a layer in this step brings zeros.
+        Its size follows from the layers that all have agreed on; one that saw none of a layer brings zeros. Where a
+        process saw others (each does in the first sampled step that shows any) they agree on more, and sum again.
         """
         layers = [_flat(layer) for layer in layers]
-        rank, world = self._world()
-        if world == 1:
+        if self._world()[1] == 1:
             return layers
-        seen = {layer.index for layer in layers}
-        for index, (name, heads, channels) in self.layout.items():
-            if index not in seen:
-                layers.append(_flat(Layer.empty(name, index, heads, channels)))
-        layers.sort(key=lambda layer: layer.index)
-        names = repr([(layer.index, layer.name, layer.heads, layer.channels) for layer in layers])
-        check = float(zlib.crc32(names.encode()))
-        sums = [torch.tensor([check], dtype=torch.float64)]
-        sums += [part.flatten() for layer in layers for part in (layer.sums, layer.counts, layer.rows)]
-        maxima = torch.cat([torch.zeros(0, dtype=torch.float64), *(layer.maxima.flatten() for layer in layers)])
+        if not self._agreed:
+            self._agree(layers)
+        while True:
+            if not self._agreed:
+                return []
+            news = any(self._agreed.get(layer.index) != _laid_out(layer) for layer in layers)
+            joined, told = self._summed(layers, news)
+            if not told:
+                return joined
+            self._agree(layers)
+
+    def _agree(self, layers: list[Layer]) -> None:
+        """On the layers that any process has seen."""
+        rank, world = self._world()
+        mine = self.layout | {layer.index: _laid_out(layer) for layer in layers}
+        everybody: list[Any] = [None] * world
+        dist.all_gather_object(everybody, mine, group=self.group)
+        agreed: dict[int, tuple[str, int, tuple[str, ...]]] = {}
+        for other, theirs in enumerate(everybody):
+            for index, layout in theirs.items():
+                if agreed.setdefault(index, layout) != layout:  # the same everywhere: nobody is left waiting
+                    raise RuntimeError(
+                        f"Monitor: expected every process to see the same layers, but layer {index} is "
+                        f"{agreed[index]} in one and {layout} in process {other}; this is process {rank}"
+                    )
+        self._agreed = dict(sorted(agreed.items()))
+
+    def _summed(self, layers: list[Layer], news: bool) -> tuple[list[Layer], bool]:
+        """The agreed layers over all processes, and whether any has news: layers that are not among them."""
+        rank, world = self._world()
+        seen = {layer.index: layer for layer in layers}
+        joined = []
+        for index, (name, heads, channels) in self._agreed.items():
+            known = index in seen and _laid_out(seen[index]) == (name, heads, channels)
+            joined.append(seen[index].copy() if known else _flat(Layer.empty(name, index, heads, channels)))
+        sums = [torch.tensor([float(news)], dtype=torch.float64)]
+        sums += [part.flatten() for layer in joined for part in (layer.sums, layer.counts, layer.rows)]
+        maxima = torch.cat([layer.maxima.flatten() for layer in joined])
         slots = torch.zeros(world, len(maxima), dtype=torch.float64)
         slots[rank] = maxima
         packed = torch.cat([*sums, slots.flatten()]).to(self._device())
         dist.all_reduce(packed, group=self.group)
         packed = packed.cpu()
-        if float(packed[0]) != check * world:
-            raise RuntimeError(f"Monitor: expected every process to see the same layers, process {rank} saw {names}")
         maxima = packed[len(packed) - slots.numel() :].view(world, -1).amax(0)
-        at, at_max, joined = 1, 0, []
-        for layer in layers:
+        at, at_max = 1, 0
+        for layer in joined:
             for part in ("sums", "counts", "rows"):
                 old = getattr(layer, part)
                 setattr(layer, part, packed[at : at + old.numel()].view_as(old))
@@ -296,8 +323,7 @@ class Monitor:
             size = layer.maxima.numel()
             layer.maxima = maxima[at_max : at_max + size].view_as(layer.maxima)
             at_max += size
-            joined.append(layer)
-        return joined
+        return joined, bool(packed[0])
 
     def _device(self) -> torch.device:
         """Where the group's tensors live."""
@@ -388,6 +414,10 @@ def _writer(writer: Any) -> tuple[Any, bool]:
 
 
 # --- from sums to numbers ---------------------------------------------------------------------------------------------
+
+
+def _laid_out(layer: Layer) -> tuple[str, int, tuple[str, ...]]:
+    return layer.name, layer.heads, layer.channels
 
 
 def _flat(layer: Layer) -> Layer:

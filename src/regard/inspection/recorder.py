@@ -10,6 +10,7 @@ import itertools
 import platform
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,7 +76,14 @@ def inspect(
     if views:
         recorder._need_plans("views")
     if run is not None and Path(run).exists():
-        recorder.resume(Inspection.load(run), run)
+        begun = Inspection.load(run)
+        if views and begun.batches and not begun.about.get("views", begun.views):  # of the first batch, which is done
+            raise ValueError(f"views: expected False, as {str(run)!r} was begun without them, or another run file")
+        recorder.resume(begun, run)
+    elif views:
+        recorder.inspection.about["views"] = (
+            True  # asked for; there are none where a model's layers have no common plan
+        )
     result = recorder.inspection
     began = time.monotonic()
     done, seen, digest, saved = result.batches, 0, hashlib.sha256(), time.monotonic()
@@ -208,6 +216,7 @@ class Recorder:
             id(module): list(signatures.signature(module.forward).parameters) for module in self._listened()
         }
         self.frames: list[_Frame] = []  # calls under way, the innermost last
+        self.told_of_padding = False
         self.crossing: dict[int, bool] = {}  # of an attention: whether it reads another sequence than its own
 
     def _listened(self) -> Iterator[nn.Module]:
@@ -592,6 +601,8 @@ class Recorder:
         for frame in reversed(self.frames):
             mask, tokens = frame.arguments.get("attention_mask"), frame.arguments.get("input_ids")
             tokens = frame.arguments.get("inputs_embeds") if tokens is None else tokens
+            if tokens is None and isinstance(mask, Tensor) and mask.dim() == 2 and frame.arguments.keys() & _SOUND:
+                return self._sounding(frame.module, mask, Tq)
             if mask is None or tokens is None or tokens.shape[1] != Tq:
                 return None
             if isinstance(mask, Tensor) and mask.dim() == 2:
@@ -599,8 +610,27 @@ class Recorder:
             # else it was spelled out by who called this part, and knows the tokens' own
         return None
 
+    def _sounding(self, module: nn.Module, mask: Tensor, Tq: int) -> Tensor | None:
+        """The same of a model that hears: its mask is of samples or frames, its queries may be fewer."""
+        shorten: Any = getattr(module, "_get_feature_vector_attention_mask", None)
+        if mask.shape[1] != Tq and shorten is not None:
+            # Before an adapter, where there is one: the attention is.
+            before = {"add_adapter": False} if "add_adapter" in signatures.signature(shorten).parameters else {}
+            mask = shorten(Tq, mask, **before)
+        if mask.shape[1] == Tq:
+            return mask.bool().cpu()
+        if not bool(mask.all()) and not self.told_of_padding:
+            self.told_of_padding = True
+            warnings.warn(
+                f"attention_mask: expected one of the {Tq} positions that {type(module).__name__} attends to, or a "
+                f"model that says how it shortens one of {mask.shape[1]}; padding is counted as if it were sound",
+                stacklevel=2,
+            )
+        return None
+
 
 _INPUTS = frozenset(("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values"))
+_SOUND = frozenset(("input_values", "input_features"))
 _OTHERS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")  # keys are made of these
 
 

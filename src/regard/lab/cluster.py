@@ -24,7 +24,7 @@ import torch
 from .runner import Refused, Run, Stopped, versions
 
 PATIENCE = 0.5  # seconds between two words of a cell to the driver
-SAME = ("regard", "sources", "torch", "python")  # what a node must share with the driver, and "engine" on the CPU
+SAME = ("regard", "sources", "torch", "python")  # what a node must share with the driver, and "isa" on the CPU
 
 Files = dict[str, bytes]
 
@@ -102,7 +102,7 @@ def _measure(
 
     torch.set_num_threads(wanted["threads"])
     here = versions(run.device, run.precision)
-    for name in (*SAME, *(("engine",) if run.device.type == "cpu" else ())):
+    for name in (*SAME, *(("isa",) if run.device.type == "cpu" else ())):
         if here[name] != wanted[name]:
             raise Refused(f"node {platform.node()}: expected {name} = {wanted[name]!r}, got {here[name]!r}")
     last, done, total, stop = 0.0, 0, 0, False

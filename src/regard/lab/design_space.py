@@ -47,7 +47,7 @@ CELLS = [
     Cell("Transport(prior=Causal() * ALiBi(slopes))", "ALiBi", "Press et al. 2022"),
     Cell("Transport(prior=Bias(log_prior))", "relative position bias", "Raffel et al. 2020 (T5)"),
     Cell("Transport(prior=Documents(ids))", "packing without cross-contamination", "Krell et al. 2021"),
-    Cell("Transport(temperature=tau)", "softmax with a temperature per head", "Henry et al. 2020"),
+    Cell("Transport(temperature=tau)", "softmax with a temperature per head", "Liu et al. 2022 (Swin V2)"),
     Cell("Transport(temperature=0.0)", "average-hard (saturated) attention", "Merrill et al. 2022"),
     Cell(
         "Transport(temperature=MatchEntropy(1.0))",
@@ -110,6 +110,44 @@ CELLS = [
     Cell("Performer(D, 32)", "causal Performer", "Choromanski et al. 2021", is_causal=True),
     Cell("Performer(D, 32, orthogonal=False)", "positive random features, independent", "Choromanski et al. 2021"),
 ]
+
+REFERENCES = {
+    "Vaswani et al. 2017": "Attention Is All You Need, NIPS 2017",
+    "Litman 2025": "Scaled-Dot-Product Attention as One-Sided Entropic Optimal Transport, arXiv:2508.08369",
+    "Beltagy et al. 2020": "Longformer: The Long-Document Transformer, arXiv:2004.05150",
+    "Jiang et al. 2023 (Mistral)": "Mistral 7B, arXiv:2310.06825",
+    "Press et al. 2022": "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation, "
+    "ICLR 2022, arXiv:2108.12409",
+    "Raffel et al. 2020 (T5)": "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer, "
+    "JMLR 21, arXiv:1910.10683",
+    "Krell et al. 2021": "Efficient Sequence Packing without Cross-contamination, arXiv:2107.02027",
+    "Liu et al. 2022 (Swin V2)": "Swin Transformer V2: Scaling Up Capacity and Resolution, CVPR 2022, arXiv:2111.09883",
+    "Merrill et al. 2022": "Saturated Transformers are Constant-Depth Threshold Circuits, TACL 10, arXiv:2106.16213",
+    "van der Maaten and Hinton 2008": "Visualizing Data using t-SNE, JMLR 9",
+    "Peters et al. 2010": "Relative Entropy Policy Search, AAAI 2010 (J. Peters)",
+    "Miller 2023": "Attention Is Off By One, evanmiller.org/attention-is-off-by-one.html",
+    "OpenAI 2025 (gpt-oss)": "gpt-oss-120b & gpt-oss-20b Model Card, arXiv:2508.10925",
+    "Chizat et al. 2018": "Scaling Algorithms for Unbalanced Optimal Transport Problems, arXiv:1607.05816",
+    "Tsai et al. 2019": "Transformer Dissection: A Unified Understanding of Transformer's Attention via the Lens of "
+    "Kernel, EMNLP 2019, arXiv:1908.11775",
+    "Peters et al. 2019": "Sparse Sequence-to-Sequence Models, ACL 2019, arXiv:1905.05702 (B. Peters)",
+    "Martins and Astudillo 2016": "From Softmax to Sparsemax: A Sparse Model of Attention and Multi-Label "
+    "Classification, arXiv:1602.02068",
+    "Correia et al. 2019": "Adaptively Sparse Transformers, arXiv:1909.00015",
+    "Zhang et al. 2021": "Sparse Attention with Linear Units, EMNLP 2021, arXiv:2104.07012",
+    "Hua et al. 2022": "Transformer Quality in Linear Time, ICML 2022, arXiv:2202.10447",
+    "Ramapuram et al. 2024": "Theory, Analysis, and Best Practices for Sigmoid Self-Attention, arXiv:2409.04431",
+    "Amos et al. 2019": "The Limited Multi-Label Projection Layer, arXiv:1906.08707",
+    "Blondel et al. 2018": "Smooth and Sparse Optimal Transport, arXiv:1710.06276",
+    "Sander et al. 2022": "Sinkformers: Transformers with Doubly Stochastic Attention, AISTATS 2022, arXiv:2110.11773",
+    "Cuturi 2013": "Sinkhorn Distances: Lightspeed Computation of Optimal Transport, NIPS 2013",
+    "Katharopoulos et al. 2020": "Transformers are RNNs: Fast Autoregressive Transformers with Linear Attention, "
+    "ICML 2020, arXiv:2006.16236",
+    "Cai et al. 2023 (EfficientViT)": "EfficientViT: Multi-Scale Linear Attention for High-Resolution Dense "
+    "Prediction, ICCV 2023, arXiv:2205.14756",
+    "Choromanski et al. 2021": "Rethinking Attention with Performers, ICLR 2021, arXiv:2009.14794",
+    "Cho and Saul 2009": "Kernel Methods for Deep Learning, NIPS 2009",
+}
 
 # The plane of regularisers and marginals, without a prior, at temperature 1: all of it, named or not.
 REGULARIZERS = ("KL()", "Tsallis(1.5)", "Tsallis(2.0)", "FermiDirac()")
@@ -242,6 +280,10 @@ def to_markdown() -> str:
         "In the expressions `n` is the number of keys, `b`, `slopes`, `tau` and `alpha` have a number per head, `ids`",
         "numbers documents, `log_prior` [H, T, T] has a number per head and distance i − j, and `chi2` is an",
         "`FDivergence`.",
+        "",
+        "## References",
+        "",
+        *(f"- {name}: {title}" for name, title in REFERENCES.items()),
     ]
     return "\n".join(lines) + "\n"
 

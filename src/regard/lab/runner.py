@@ -11,6 +11,7 @@ A finished cell is never computed again, and one that was interrupted goes on fr
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -367,18 +368,29 @@ def sources() -> str:
     return found.hexdigest()
 
 
+@cache
+def engine() -> str | None:
+    """A hash of the compiled engine, as this process found it first; None if it was not built. Its sources are not in
+    `sources`, and those at hand need not be those that it was built from."""
+    found = importlib.util.find_spec("regard._native")
+    if found is None or found.origin is None:
+        return None
+    return hashlib.sha256(Path(found.origin).read_bytes()).hexdigest()
+
+
 def versions(device: torch.device = CPU, precision: Precision = "fp32") -> dict[str, Any]:
     """What may change a result's last digits, or the result. `threads` is the number that computes one cell."""
-    from ..doctor import engine, machine
+    from .. import doctor
 
     on_gpu = device.type == "cuda" and torch.cuda.is_available()
     return {
         "regard": __version__,
         "sources": sources(),
+        "engine": engine(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "processor": machine()["cpu"],
-        "engine": engine().get("isa", "none"),
+        "processor": doctor.machine()["cpu"],
+        "isa": doctor.engine().get("isa", "none"),
         "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
         "precision": precision,
         "threads": torch.get_num_threads(),
