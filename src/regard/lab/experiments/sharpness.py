@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,8 +12,9 @@ from ...nn import Transformer
 from ...operator import attention
 from ...problem import Transport
 from ...statistics import AuxRequest
+from .. import smollm2
 from ..judging import interval, judge
-from ..runner import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Refused, Series, Table, need_temperatures
+from ..runner import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Stopped, Table, need_temperatures
 from ..training import mean_loss, text_model, train_on_text, validation
 
 SOURCE = "003, “The Temperature Knob”: interpretability"
@@ -25,11 +23,11 @@ COMPARED = (0.5, 2.0)  # temperatures
 
 def settings(config: Config) -> list[str]:
     need_temperatures(config, *COMPARED)
-    return config["models"]
+    return smollm2.models(config)
 
 
 def measure(cell: Cell) -> dict[str, Any]:
-    return smollm2(cell) if cell.setting == "SmolLM2" else own(cell)
+    return of_smollm2(cell) if cell.setting == smollm2.NAME else own(cell)
 
 
 # --- a small model of our own -----------------------------------------------------------------------------------------
@@ -86,56 +84,79 @@ def head_statistics(model: Transformer, tokens: Tensor) -> tuple[list[float], li
 # --- SmolLM2 ----------------------------------------------------------------------------------------------------------
 
 
-def smollm2(cell: Cell) -> dict[str, Any]:
-    """The same sweep over the layers of a real language model, on pieces of the cell's text."""
-    try:
-        from ... import hf
+def of_smollm2(cell: Cell) -> dict[str, Any]:
+    """The same sweep over all heads and over the layers of a real language model, and over one head of each layer:
+    there are 270, and each costs as much as a layer does. Another seed takes other heads, and other text."""
+    from ... import hf, inspect
 
-        model, tokenizer = hf.load("smollm2")
-    except (ImportError, OSError, ValueError) as problem:
-        raise Refused(f'models: SmolLM2 cannot be loaded ({problem}); --set models=["own"] leaves it out') from None
-    config = cell.config
-    length, count = config["length"], config["smollm2_pieces"]
-    held_out = cell.corpus.text[cell.corpus.split :]
-    begins = torch.randint(len(held_out) - 8 * length, (count,), generator=torch.Generator().manual_seed(cell.seed))
-    pieces = torch.stack(
-        [torch.tensor(tokenizer(held_out[b : b + 8 * length])["input_ids"][:length]) for b in begins.tolist()]
-    )
-    layers = list(range(len(model.model.layers)))
-    done, total = 0, 1 + len(config["temperatures"]) + len(layers) * len(config["layer_temperatures"])
+    model, tokenizer = smollm2.loaded()
+    config, generator = cell.config, torch.Generator().manual_seed(cell.seed)
+    count, length = config["smollm2_pieces"], config["length"]
+    pieces = smollm2.pieces(cell.corpus, tokenizer, count, length, generator, "validation")
+    statistics = inspect(model, pieces[:, :-1], statistics=("entropy", "score_variance"))
+    entropy, variance = statistics.mean("normalized_entropy"), statistics.mean("score_variance")
+    shape = entropy.shape  # layers, heads
+    places = [(n, (n + cell.seed) % shape[1]) for n in range(shape[0])]
+    total = 1 + len(config["temperatures"]) + shape[0] * (len(config["layer_temperatures"]) + 2)
+    known = [record["loss"] for record in cell.metrics()]  # of a cell that was stopped: they need not come again
+    done = 0
 
-    def loss_at(tau: float, which: list[int]) -> float:
+    def loss_at(temperatures: Tensor, first: int = 0) -> float:
         nonlocal done
-        with _temperature(hf, model, tau, which), torch.no_grad():
-            loss = model(input_ids=pieces, labels=pieces).loss.item()
+        if done == len(known):
+            if cell.stopping():
+                raise Stopped
+            known.append(sweep.loss_at(temperatures, first))
+            cell.log({"step": done, "loss": known[done]})
         done += 1
         cell.advance(done, total)
-        return loss
+        return known[done - 1]
 
-    return {
-        "base": loss_at(1.0, []),
-        "all": [loss_at(tau, layers) for tau in config["temperatures"]],
-        "layers": [[loss_at(tau, [n]) for tau in config["layer_temperatures"]] for n in layers],
-    }
+    def moved(layer: int, head: int | slice, tau: float) -> float:
+        temperatures = torch.ones(shape)
+        temperatures[layer, head] = tau
+        return loss_at(temperatures, layer)
 
-
-@contextmanager
-def _temperature(hf: Any, model: Any, tau: float, which: list[int]) -> Iterator[None]:
-    """Inside, these layers' heads have another temperature."""
-    usual = hf.register("regard")
-    moved = hf.register("regard-lab", Transport(temperature=tau))
-    attentions = [layer.self_attn for layer in model.model.layers]
-    before = model.config._attn_implementation
-    model.set_attn_implementation(usual)
+    every = slice(None)
+    hf.retrofit(model, learn="temperature", freeze=True)
     try:
-        for n in which:
-            attentions[n].config = copy.copy(model.config)
-            attentions[n].config._attn_implementation = moved
-        yield
+        sweep = Sweep(model, pieces)
+        return {
+            "base": loss_at(torch.ones(shape)),
+            "all": [loss_at(torch.full(shape, tau)) for tau in config["temperatures"]],
+            "layers": [[moved(n, every, tau) for tau in config["layer_temperatures"]] for n in range(shape[0])],
+            "sharper": [moved(*place, 0.5) for place in places],
+            "softer": [moved(*place, 2.0) for place in places],
+            "heads": [head for _, head in places],
+            "entropy": [entropy[place].item() for place in places],
+            "score_variance": [variance[place].item() for place in places],
+        }
     finally:
-        for n in which:
-            attentions[n].config = model.config
-        model.set_attn_implementation(before)
+        hf.unretrofit(model)
+
+
+class Sweep:
+    """The loss of a retrofitted Llama on pieces of text, [B, T + 1], at other temperatures."""
+
+    def __init__(self, model: Any, pieces: Tensor) -> None:
+        self.model, self.targets = model, pieces[:, 1:]
+        with torch.no_grad():
+            seen = model(input_ids=pieces[:, :-1], use_cache=False, output_hidden_states=True).hidden_states
+        self.inputs = seen[:-1]  # of each layer at τ = 1; the last is the output
+
+    def loss_at(self, temperatures: Tensor, first: int = 0) -> float:
+        """With a temperature for every head, [layers, H]. Those below the layer `first` must be 1: what these layers
+        compute is known, and does not come again."""
+        layers = self.model.model.layers
+        with torch.no_grad():
+            for layer, tau in zip(layers, temperatures, strict=True):
+                layer.self_attn.retrofit.log_temperature.copy_(tau.log())
+            self.model.model.layers = layers[first:]
+            try:
+                logits = self.model(inputs_embeds=self.inputs[first], use_cache=False).logits
+            finally:
+                self.model.model.layers = layers
+        return smollm2.loss_of(logits, self.targets).item()
 
 
 # --- what it says -----------------------------------------------------------------------------------------------------
@@ -168,6 +189,34 @@ def conclude(outcomes: Outcomes) -> Conclusion:
             )
             for tau in COMPARED
         ]
+        results = [o.result for o in each]
+        committed = [
+            rank_correlation(r["entropy"], [a - b for a, b in zip(r["softer"], r["sharper"], strict=True)])
+            for r in results
+        ]
+        sensitive = [
+            rank_correlation(
+                r["score_variance"],
+                [max(a, b) - r["base"] for a, b in zip(r["softer"], r["sharper"], strict=True)],
+            )
+            for r in results
+        ]
+        verdicts += [
+            judge(
+                "Temperature reveals which heads rely on specific tokens: the peaked ones suffer when softened",
+                SOURCE,
+                f"{name}: rank correlation over heads of entropy with (loss when softened − loss when sharpened)",
+                interval(committed),
+                (-1.0, 0.0),
+            ),
+            judge(
+                "Heads whose score variance is large are those that a temperature moves",
+                "ours: score variance is dH/d ln τ",
+                f"{name}: rank correlation over heads of score variance with the larger of the two losses",
+                interval(sensitive),
+                (0.0, 1.0),
+            ),
+        ]
         columns = [[o.result["all"][n] - o.result["base"] for o in each] for n in range(len(taus))]
         low, high = [min(c) for c in columns], [max(c) for c in columns]
         line = Series("all layers", taus, [math.fsum(c) / len(c) for c in columns], low, high)
@@ -191,35 +240,6 @@ def conclude(outcomes: Outcomes) -> Conclusion:
                 [[f"layer {n}", *(interval(values[n]).brief(4) for values in lost)] for n in sorted(worst)],
             )
         )
-    if "own" in outcomes.settings:
-        results = [o.result for o in outcomes.each("own")]
-        committed = [
-            rank_correlation(r["entropy"], [a - b for a, b in zip(r["softer"], r["sharper"], strict=True)])
-            for r in results
-        ]
-        sensitive = [
-            rank_correlation(
-                r["score_variance"],
-                [max(a, b) - r["base"] for a, b in zip(r["softer"], r["sharper"], strict=True)],
-            )
-            for r in results
-        ]
-        verdicts += [
-            judge(
-                "Temperature reveals which heads rely on specific tokens: the peaked ones suffer when softened",
-                SOURCE,
-                "rank correlation over heads of entropy with (loss when softened − loss when sharpened)",
-                interval(committed),
-                (-1.0, 0.0),
-            ),
-            judge(
-                "Heads whose score variance is large are those that a temperature moves",
-                "ours: score variance is dH/d ln τ",
-                "rank correlation over heads of score variance with the larger of the two losses",
-                interval(sensitive),
-                (0.0, 1.0),
-            ),
-        ]
     return Conclusion(verdicts, tables, figures)
 
 
@@ -227,8 +247,9 @@ EXPERIMENT = Experiment(
     name="sharpness",
     question="Do trained heads commit, or hedge?",
     source=SOURCE,
-    about="The temperature of a trained model is moved at inference, in all heads, in one layer, in one head, and the "
-    "loss on unseen text is measured.",
+    about="The temperature of a trained model is moved at inference, in all heads, in one layer, in one head (of "
+    "SmolLM2: in one head of each layer, another one for each seed), and the loss on held-out text is measured: x nats "
+    "above another are a perplexity exp(x) times as high. SmolLM2 may have met Python's source before.",
     quick={
         "seeds": 2, "steps": 60, "every": 30, "warmup": 5, "rate": 3e-3, "batch": 8, "length": 32, "layers": 2,
         "heads": 2, "width": 32, "evaluate": 16, "models": ["own"], "smollm2_pieces": 1,
@@ -236,7 +257,7 @@ EXPERIMENT = Experiment(
     },
     full={
         "seeds": 3, "steps": 1500, "every": 150, "warmup": 50, "rate": 2e-3, "batch": 16, "length": 128, "layers": 3,
-        "heads": 4, "width": 64, "evaluate": 64, "models": ["own", "SmolLM2"], "smollm2_pieces": 2,
+        "heads": 4, "width": 64, "evaluate": 64, "models": ["own", "SmolLM2"], "smollm2_pieces": 3,
         "temperatures": [0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0],
         "layer_temperatures": [0.5, 0.7, 1.4, 2.0],
     },
