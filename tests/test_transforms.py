@@ -10,6 +10,7 @@ from torch.library import opcheck
 import regard
 from cases import CASES, build, skip_unless_served
 from regard import ALiBi, AuxRequest, Bias, Causal, FermiDirac, Free, Rows, Transport, Tsallis, Window, ops
+from regard.backends import native
 from regard.form import lower
 
 NAMES = [
@@ -488,3 +489,29 @@ def test_softmax_has_a_second_derivative(backend):
         pytest.skip("served by stock PyTorch here")
     function = functools.partial(regard.attention, is_causal=True, backend=backend)
     assert torch.autograd.gradgradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_tracing_sees_an_operator_and_fake_tensors_are_never_read(backend):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    if backend == "native" and native._extension()[0] is None:
+        pytest.skip("no native engine")
+
+    def both(q, k, v):
+        out, aux = regard.attention(q, k, v, return_aux=regard.AuxRequest(entropy=True), backend=backend)
+        return out, aux.entropy
+
+    with FakeTensorMode() as mode:
+        q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
+        out, entropy = both(q, k, v)
+        assert out.shape == q.shape and entropy.shape == (1, 2, 40) and out.fake_mode is mode
+        given = [t.requires_grad_() for t in (q, k, v)]
+        assert [g.shape for g in torch.autograd.grad(both(*given)[0].sum(), given)] == [q.shape] * 3
+    q, k, v, other = (torch.randn(1, 2, 40, 16) for _ in range(4))
+    for how in ("real", "fake", "symbolic"):
+        graph = make_fx(both, tracing_mode=how)(q, k, v)
+        assert any("regard" in str(node.target) for node in graph.graph.nodes)
+        for found, expected in zip(graph(other, k, v), both(other, k, v), strict=True):  # not a constant of the tracing
+            assert torch.equal(found, expected)
