@@ -226,14 +226,7 @@ template <class R> struct Desk {
     for (int64_t i = 0; i < n; ++i) {
       R *row = phi + i * Ms;
       if (!call.projected) {
-        R rest[N] = {};
-        int64_t d = 0;
-        const auto map = [&](V y) { return p.map == ELU ? elu_plus_one(y * call.root) : vmax(y * call.root, V{}); };
-        for (; d + N <= M; d += N) store(row + d, map(load(x + i * stride + d)));
-        if (d == M) continue;
-        for (int64_t r = 0; d + r < M; ++r) rest[r] = x[i * stride + d + r];
-        store(row + d, map(load(rest)));
-        for (int64_t m = M; m < d + N; ++m) row[m] = 0;
+        p.map == ELU ? map_row<ELU>(x + i * stride, row) : map_row<RELU>(x + i * stride, row);
       } else if (p.map == RELU) {
         for (int64_t m = 0; m < M; m += N) store(row + m, vmax(load(row + m), V{}));
       } else {
@@ -247,8 +240,38 @@ template <class R> struct Desk {
       }
     }
   }
-  static INLINE V elu_plus_one(V y) {  // exp(y) >= y + 1
-    return vmax(y + (R)1, vexp2(-vmax(V{}, -y) * (R)LOG2E));
+  // The map of one row, of the input itself.
+  template <Map MAP> INLINE void map_row(const R *x, R *row) const {
+    constexpr int U = 4;
+    const R root = call.root;
+    const auto map = [&](auto &y) __attribute__((always_inline)) {
+      constexpr int n = sizeof y / sizeof *y;
+      for (int u = 0; u < n; ++u) y[u] *= root;
+      if (MAP == RELU) {
+        for (int u = 0; u < n; ++u) y[u] = vmax(y[u], V{});
+        return;
+      }
+      V t[n], e[n];
+      for (int u = 0; u < n; ++u) t[u] = -vmax(V{}, -y[u]) * (R)LOG2E;
+      vexp2<true>(t, e);
+      for (int u = 0; u < n; ++u) y[u] = vmax(y[u] + (R)1, e[u]);  // exp(y) >= y + 1
+    };
+    int64_t d = 0;
+    for (; d + U * N <= call.M; d += U * N) {
+      V y[U];
+      for (int u = 0; u < U; ++u) y[u] = load(x + d + u * N);
+      map(y);
+      for (int u = 0; u < U; ++u) store(row + d + u * N, y[u]);
+    }
+    for (; d < call.M; d += N) {
+      R rest[N] = {};
+      const int64_t some = least(N, call.M - d);
+      for (int64_t r = 0; r < some; ++r) rest[r] = x[d + r];
+      V y[1] = {load(rest)};
+      map(y);
+      store(row + d, y[0]);
+      for (int64_t r = some; r < N; ++r) row[d + r] = 0;
+    }
   }
   R square(const R *x) const {
     V sums = {};
@@ -259,12 +282,26 @@ template <class R> struct Desk {
     for (; d < p.D; ++d) total += x[d] * x[d];
     return total;
   }
-  R dot(const R *x, const R *y, int64_t n) const {  // padded rows
-    V sums = {};
-    for (int64_t d = 0; d < n; d += N) sums += load(x + d) * load(y + d);
-    R total = 0;
-    for (int r = 0; r < N; ++r) total += sums[r];
-    return total;
+  // to[i] = <rows[i], z>, padded rows of M; four at a time, the last ones of which may be beyond the n.
+  void dots(const R *rows, int64_t n, const R *z, R *to) const {
+    for (int64_t i = 0; i < n; i += 4) {
+      V sums[4] = {};
+      for (int64_t m = 0; m < call.M; m += N) {
+        const V y = load(z + m);
+        for (int u = 0; u < 4; ++u) sums[u] += load(rows + (i + u) * call.Ms + m) * y;
+      }
+      add_lanes<R>(sums, to + i);
+    }
+  }
+  // to[d] = from[d] * factor, n of them; exactly 0 where the factor is.
+  static INLINE void write(const R *from, R factor, int64_t n, R *to) {
+    int64_t d = 0;
+    if (factor == 0) {
+      memset(to, 0, n * sizeof(R));
+      return;
+    }
+    for (; d + N <= n; d += N) store(to + d, load(from + d) * factor);
+    for (; d < n; ++d) to[d] = from[d] * factor;
   }
 
   void take_queries(int64_t b, int64_t h, Span s) {
@@ -350,7 +387,7 @@ template <class R> struct Desk {
       for (int64_t h = kv * call.group; h < (kv + 1) * call.group; ++h) {
         take_queries(b, h, s);
         product<R>(s.nq, p.Dv, M, phi_q, Ms, S, Vs, Set<R>{out, Vs});
-        for (int64_t i = 0; i < s.nq; ++i) mass[i] = dot(phi_q + i * Ms, z, M);
+        dots(phi_q, s.nq, z, mass);
         if (call.levels) {
           for (int64_t i = 0; i < s.nq; ++i) weight[i] = power(shift, finite(top[i])), mass[i] *= weight[i];
           scale_rows(out, Vs, s.nq, out);
@@ -371,8 +408,7 @@ template <class R> struct Desk {
         const int64_t at = (b * p.H + h) * p.Tq + s.q;
         for (int64_t i = 0; i < s.nq; ++i) {
           const R share = mass[i] >= TINY ? 1 / mass[i] : 0;
-          R *to = (R *)p.out + (at + i) * p.Dv;
-          for (int64_t d = 0; d < p.Dv; ++d) to[d] = share == 0 ? 0 : out[i * Vs + d] * share;
+          write(out + i * Vs, share, p.Dv, (R *)p.out + (at + i) * p.Dv);
           if (p.mass_sent) ((R *)p.mass_sent)[at + i] = mass[i], ((R *)p.peak)[at + i] = top[i];
         }
       }
@@ -457,7 +493,7 @@ template <class R> struct Desk {
       for (int r = 0; r < N; ++r) total += sums[r];
       weight[i] = total;
       if (!call.projected)
-        for (int64_t m = 0; m < D; ++m) to[i * D + m] = d[m] * call.root;
+        write(d, call.root, D, to + i * D);
     }
     if (call.projected) {
       product<R>(n, D, call.M, dphi, Ms, call.from_features, call.Ds, Set<R>{dx, call.Ds});

@@ -19,7 +19,7 @@ class Call(NamedTuple):
     """What there is besides query [B, H, Tq, D], key [B, Hkv, Tk, D] and value [B, Hkv, Tk, Dv]."""
 
     map: str  # one of MAPS
-    scale: float  # > = 0
+    scale: float  # not negative
     causal: bool
     offset: int  # causal row i sees the keys up to i + offset, and there are no others
 
