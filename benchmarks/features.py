@@ -95,7 +95,8 @@ def distance(found: Tensor, exact: Tensor) -> float:
 
 def gate(module: Features, causal: bool, train: bool) -> None:
     given = inputs(1000, 2, train)
-    out, exact = module(*given, causal), by_definition(module, *given, causal)
+    q, k, v = given
+    out, exact = module(q, k, v, causal), by_definition(module, q, k, v, causal)
     pairs = [(out, exact)]
     if train:
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))

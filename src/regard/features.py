@@ -408,26 +408,23 @@ class _Fused(torch.autograd.Function):
         if not (torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or forward_mode()):
             found = engine.backward(call, q, k, v, projection, keep, tuple(outputs), grad, needed)
             return (None, None, *found, None, None)
-        again = torch.is_grad_enabled()
-        with torch.enable_grad():
-            inputs = [
-                t if again or not need else t.detach().requires_grad_()
-                for t, need in zip((q, k, v), needed, strict=True)
-            ]
-            rows = functional_call(
-                ctx.module,
-                {} if projection is None else {"projection": projection},
-                (*inputs, call.causal),
-                {
-                    "scale": call.scale,
-                    "enable_gqa": True,
-                    "key_mask": None if keep is None else keep.expand(q.shape[0], -1, -1, -1)[:, 0, :, 0],
-                    "alignment": "bottom_right" if call.causal and call.offset else "top_left",
-                    "backend": "torch",
-                },
-            ).to(grad.dtype)
-            wanted = [t for t, need in zip(inputs, needed, strict=True) if need]
-            found = iter(torch.autograd.grad(rows, wanted, grad, create_graph=again))
+        wanted = [t for t, need in zip((q, k, v), needed, strict=True) if need]
+
+        def rows(*varied: Tensor) -> Tensor:
+            given = iter(varied)
+            q_k_v = (next(given) if need else t for t, need in zip((q, k, v), needed, strict=True))
+            kwargs = {
+                "scale": call.scale,
+                "enable_gqa": True,
+                "key_mask": None if keep is None else keep.expand(q.shape[0], -1, -1, -1)[:, 0, :, 0],
+                "alignment": "bottom_right" if call.causal and call.offset else "top_left",
+                "backend": "torch",
+            }
+            buffers = {} if projection is None else {"projection": projection}
+            return functional_call(ctx.module, buffers, (*q_k_v, call.causal), kwargs).to(grad.dtype)
+
+        _, pull = torch.func.vjp(rows, *wanted)  # type: ignore[misc]
+        found = iter(pull(grad))
         return (None, None, *(next(found) if need else None for need in needed), None, None)
 
 
@@ -705,7 +702,7 @@ def _kernel(module: Features) -> tuple[str, Callable[[int], float], bool] | None
     kind = type(module)
     if kind.features is LinearAttention.features:
         return "elu", lambda _: 1.0, False
-    if isinstance(module, _Random) and kind.project is _Random.project:
+    if isinstance(module, _Random) and type(module).project is _Random.project:
         if kind.features is Performer.features:
             return "exp", lambda D: 1 / math.sqrt(D), True
         if kind.features is ReLUFeatures.features:
