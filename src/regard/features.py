@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_legacy_batchedtensor  # type: ignore[import-not-found]
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
@@ -405,7 +406,9 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple:  # type: ignore[override]
         q, k, v, projection, keep, *outputs = ctx.saved_tensors
         call, needed = ctx.call, ctx.needs_input_grad[2:5]
-        if not (torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or forward_mode()):
+        batched = is_legacy_batchedtensor(grad)  # by is_grads_batched
+        transformed = torch._C._are_functorch_transforms_active() or forward_mode()
+        if not (torch.is_grad_enabled() or batched or transformed):
             found = engine.backward(call, q, k, v, projection, keep, tuple(outputs), grad, needed)
             return (None, None, *found, None, None)
         wanted = [t for t, need in zip((q, k, v), needed, strict=True) if need]
@@ -423,8 +426,13 @@ class _Fused(torch.autograd.Function):
             buffers = {} if projection is None else {"projection": projection}
             return functional_call(ctx.module, buffers, (*q_k_v, call.causal), kwargs).to(grad.dtype)
 
-        _, pull = torch.func.vjp(rows, *wanted)  # type: ignore[misc]
-        found = iter(pull(grad))
+        if batched:  # which torch.func does not take
+            with torch.enable_grad():
+                leaves = [t.detach().requires_grad_() for t in wanted]
+                found = iter(torch.autograd.grad(rows(*leaves), leaves, grad))
+        else:
+            _, pull = torch.func.vjp(rows, *wanted)  # type: ignore[misc]
+            found = iter(pull(grad))
         return (None, None, *(next(found) if need else None for need in needed), None, None)
 
 
