@@ -1,17 +1,20 @@
 """Attention by features against exact attention and against other implementations; each row behind a check.
 
-    python benchmarks/features.py [--only scaling|crossover|peers] [--seconds 2] [--threads 2 | --processor-time]
+    python benchmarks/features.py [--only scaling|crossover|quality|peers] [--seconds 1] [--threads 2]
+                                  [--processor-time]
 
 "scaling": time and peak memory of causal calls from T = 4096 to 262144, one head, and the slope of log time over log T
 (1: linear). "crossover": the length from which features are faster than exact attention on the native engine, 8 heads;
-the times in between two lengths are read off a straight line in the logarithms. "peers": performer-pytorch and
-linear-attention-transformer at T = 1024 and 4096. float32, D = 64, 256 features for FAVOR+; values are standard normal,
-queries and keys half of that (FAVOR+ needs small ones, see "quality" in the output).
+the times in between two lengths are read off a straight line in the logarithms. "quality": FAVOR+ against softmax,
+beside performer-pytorch. "peers": performer-pytorch and linear-attention-transformer at T = 1024 and 4096. float32,
+D = 64, 256 features for FAVOR+; values are standard normal, queries and keys half of that (FAVOR+ needs small ones). A
+section takes a minute or so.
 
-Before it is timed, regard's output is compared with the definition (the whole matrix of weights in float64), and so is
-performer-pytorch's with the same directions. Both are also compared with softmax attention, where ours must be no
-further away on the mean of some draws. linear-attention-transformer has another map of as many features (softmax of q,
-exp of k; causal rows do not see their own bucket), so it is timed, not compared.
+Before it is timed, regard's output is compared with the definition (the whole matrix of weights in float64), its
+gradients too where it is trained, and so is performer-pytorch's output with the same directions. "quality" fails where
+ours is further from softmax than performer-pytorch's on the mean of some draws. linear-attention-transformer has
+another map of as many features (softmax of q, exp of k; causal rows do not see their own bucket), so it is timed, not
+compared.
 """
 
 from __future__ import annotations
@@ -90,12 +93,18 @@ def distance(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
 
 
-def gate(module: Features, causal: bool) -> float:
-    q, k, v = inputs(1000, 2)
-    error = distance(module(q, k, v, causal), by_definition(module, q, k, v, causal))
+def gate(module: Features, causal: bool, train: bool) -> None:
+    given = inputs(1000, 2, train)
+    q, k, v = given
+    out, exact = module(q, k, v, causal), by_definition(module, q, k, v, causal)
+    pairs = [(out, exact)]
+    if train:
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+        found, wanted = torch.autograd.grad(out, given, grad), torch.autograd.grad(exact, given, grad.double())
+        pairs += zip(found, wanted, strict=True)
+    error = max(distance(a.detach(), b.detach().double()) for a, b in pairs)
     if not error < 1e-5:
         raise SystemExit(f"WRONG: {module!r} is off by {error:.1e}: nothing is timed")
-    return error
 
 
 # --- scaling ----------------------------------------------------------------------------------------------------------
@@ -106,15 +115,14 @@ def scaling(seconds: float) -> None:
     print("|---|---|" + "---|" * (len(LENGTHS) + 1))
     for name, make in MAPS.items():
         module = make()
-        gate(module, True)
         for train in (False, True):
+            gate(module, True, train)
             middles, cells = [], []
-            for T in LENGTHS:
+            for T, mib in zip(LENGTHS, peaks(name, train), strict=True):
                 given = inputs(T, 1, train)
                 once = job(lambda q, k, v, module=module: module(q, k, v, True), given, train)
-                spread = Spread.of(measure.interleave({"": once}, seconds / 4, least=3)[""])
+                spread = Spread.of(measure.interleave({"": once}, seconds, least=3)[""])
                 middles.append(spread.middle)
-                mib = peak(name, T, train)
                 cells.append(f"{_time(spread)}, {'?' if mib is None else f'{mib:.0f} MiB'}")
             print(f"| `{name}` | {_pass(train)} | {' | '.join(cells)} | {slope(LENGTHS, middles):.2f} |", flush=True)
 
@@ -127,32 +135,31 @@ def slope(lengths: tuple[int, ...], times: list[float]) -> float:
     return float(x @ (y - y.mean()) / (x @ x))
 
 
-def peak(name: str, T: int, train: bool) -> float | None:
-    """MiB beyond the inputs, results included, in a process of its own."""
-    order = json.dumps({"name": name, "T": T, "train": train, "threads": torch.get_num_threads()})
+def peaks(name: str, train: bool) -> list[float | None]:
+    """MiB beyond the inputs, results included, for each length, in a process of their own."""
+    order = json.dumps({"name": name, "train": train, "threads": torch.get_num_threads()})
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     command = [sys.executable, str(Path(__file__)), "--memory", order]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=True)
-        return float(done.stdout.strip().splitlines()[-1])
-    except (subprocess.SubprocessError, ValueError, IndexError):
-        return None
+        return [float(line) for line in done.stdout.split()[-len(LENGTHS) :]]
+    except (subprocess.SubprocessError, ValueError):
+        return [None] * len(LENGTHS)
 
 
 def only_memory(order: dict[str, Any]) -> None:
     torch.set_num_threads(order["threads"])
     module = MAPS[order["name"]]()
-    for T in (600, order["T"]):  # first a small one: libraries, threads
+    for T in (600, *LENGTHS):  # first a small one: libraries, threads
         once = job(lambda q, k, v: module(q, k, v, True), inputs(T, 1, order["train"]), order["train"])
-        found = measure.peak_of(once)
-    print(found)
+        print(measure.peak_of(once))
 
 
 # --- crossover --------------------------------------------------------------------------------------------------------
 
 
 def crossover(seconds: float) -> None:
-    lengths = (1024, 2048, 4096, 8192)
+    lengths = (256, 512, 1024, 2048, 4096)
     print("\n| 8 heads | pass | " + " | ".join(f"T = {T}" for T in lengths) + " | faster from T = |")
     print("|---|---|" + "---|" * (len(lengths) + 1))
     for causal in (True, False):
@@ -161,7 +168,7 @@ def crossover(seconds: float) -> None:
             shown: dict[str, list[str]] = {name: [] for name in MAPS}
             modules = {name: make() for name, make in MAPS.items()}
             for module in modules.values():
-                gate(module, causal)
+                gate(module, causal, train)
             for T in lengths:
                 given = inputs(T, 8, train)
                 jobs = {"exact": job(partial(regard.attention, is_causal=causal), given, train)}
@@ -210,12 +217,22 @@ def linear_attention_transformer(causal: bool) -> Callable[..., Tensor]:
     return package.causal_linear_attn if causal else package.linear_attn
 
 
-def quality(draws: int = 20) -> None:
+def installed() -> bool:
+    for package in ("performer-pytorch", "linear-attention-transformer"):
+        if importlib.util.find_spec(package.replace("-", "_")) is None:
+            print(f"\n{package} is not installed")
+            return False
+    return True
+
+
+def quality(_: float, draws: int = 20) -> None:
     """FAVOR+ against softmax attention, for queries and keys of some sizes; beside it the plan that ignores the scores.
 
     The relative variance of one feature is exp(|q' + k'|^2) - 1: with large inputs a few features say everything and
     the output is noise, unless something (performer-pytorch adds 1e-4 to each feature) draws it to the uniform plan.
     """
+    if not installed():
+        return
     print("\n| quality, causal | distance from softmax | performer-pytorch | uniform plan |\n|---|---|---|---|")
     q, k, v = inputs(512, 2)
     for size in (0.25, 0.5, 1.0):
@@ -236,25 +253,22 @@ def quality(draws: int = 20) -> None:
         )
         error = float((a.var() / draws + b.var() / draws).sqrt())
         if size <= 0.5 and float(a.mean()) > float(b.mean()) + 4 * error:
-            raise SystemExit("WRONG: further from softmax than performer-pytorch: nothing is timed")
+            raise SystemExit("WRONG: further from softmax than performer-pytorch")
 
 
 def peers(seconds: float) -> None:
-    for package in ("performer-pytorch", "linear-attention-transformer"):
-        if importlib.util.find_spec(package.replace("-", "_")) is None:
-            print(f"\npeers: {package} is not installed")
-            return
-    quality()
+    if not installed():
+        return
     print("\n| 8 heads | against | T | regard | peer | times as fast [10 %, 90 %] |\n|---|---|---|---|---|---|")
     for T in (1024, 4096):
         for causal in (False, True):
             for train in (False, True):
-                if causal and train and T > 1024:
-                    continue  # performer-pytorch keeps T x m x D numbers: tens of GiB
                 given = inputs(T, 8, train)
                 for name, make in MAPS.items():
                     module = make()
-                    gate(module, causal)
+                    if causal and T > 1024 and isinstance(module, Performer):
+                        continue  # performer-pytorch makes T x m x D numbers, some times over: many GiB
+                    gate(module, causal, train)
                     if isinstance(module, Performer):
                         peer, who = performer_pytorch(causal, module.projection), "performer-pytorch"
                         q, k, v = inputs(256, 2)
@@ -283,13 +297,13 @@ def _time(spread: Spread) -> str:
     return f"{spread.middle:.2f} s" if spread.middle >= 1 else f"{1e3 * spread.middle:.3g} ms"
 
 
-SECTIONS = {"scaling": scaling, "crossover": crossover, "peers": peers}
+SECTIONS = {"scaling": scaling, "crossover": crossover, "quality": quality, "peers": peers}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=SECTIONS)
-    parser.add_argument("--seconds", type=float, default=2.0, help="for the rounds of one case")
+    parser.add_argument("--seconds", type=float, default=1.0, help="for the rounds of one case")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--processor-time", action="store_true", help="of one thread: others may use the machine")
     parser.add_argument("--memory", help=argparse.SUPPRESS)

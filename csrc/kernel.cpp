@@ -80,6 +80,7 @@ template <class F> void parallel(int64_t threads, int64_t jobs, F f) {
 }  // namespace
 
 #include "backward_link.h"
+#include "linear.h"
 #include "panel.h"
 #include "reading.h"
 
@@ -154,6 +155,16 @@ bool reading(const Problem &p, regard::Watch watch) {
   return watched(watch, [&] { p.compute == regard::F64 ? reading_of<double>(p) : reading_of<float>(p); });
 }
 
+int64_t features_scratch(const Problem &p) {
+  return p.compute == regard::F64 ? features_scratch_as<double>(p) : features_scratch_as<float>(p);
+}
+
+template <bool BACKWARD> bool features(const Problem &p, regard::Watch watch) {
+  return watched(watch, [&] {
+    p.compute == regard::F64 ? features_as<double>(p, BACKWARD) : features_as<float>(p, BACKWARD);
+  });
+}
+
 // What the machine can do at most: chains of multiply-adds on registers, enough of them to hide their latency.
 double fma_rate(int64_t threads, double seconds) {
   constexpr int CHAINS = 10, N = Simd<float>::N;
@@ -185,5 +196,6 @@ double fma_rate(int64_t threads, double seconds) {
 namespace regard {
 extern const Engine ENGINE;
 const Engine ENGINE = {TEXT(ENGINE),     fma_rate, forward_scratch, forward,
-                       backward_scratch, backward, reading_scratch, reading};
+                       backward_scratch, backward, reading_scratch, reading,
+                       features_scratch, features<false>, features<true>};
 }  // namespace regard

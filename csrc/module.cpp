@@ -124,6 +124,10 @@ NB_MODULE(_native, m) {
   m.def("forward", [](nb::bytearray record) { run(engine->forward_scratch, engine->forward, record); });
   m.def("backward", [](nb::bytearray record) { run(engine->backward_scratch, engine->backward, record); });
   m.def("reading", [](nb::bytearray record) { run(engine->reading_scratch, engine->reading, record); });
+  m.def("features", [](nb::bytearray record) { run(engine->features_scratch, engine->features, record); });
+  m.def("features_backward", [](nb::bytearray record) {
+    run(engine->features_scratch, engine->features_backward, record);
+  });
   m.def("compiler", [] { return std::string(COMPILER); });
   m.def("threading", [] { return std::string(REGARD_THREADING); });  // "openmp", "std" or "none"
   m.def("fma_rate", [](int64_t threads, double seconds) {  // floating-point operations per second, for benchmarks

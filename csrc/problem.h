@@ -53,7 +53,9 @@ constexpr int PRIORS = 4;  // log-priors that one problem may multiply
   /* reading: windows on the plan, from saved_peak and saved_rest; one of the three */                                 \
   INT(picks) INT(picked_weights) INT(picked_keys) /* [B, H, Tq, picks]: each row's largest weights and their keys; or */ \
   TENSOR(index)                                 /* [B, H, Tq, picks]: the weights of these keys; or */                 \
-  INT(block) INT(block_sums)                    /* [B, H, ceil(Tq/block), ceil(Tk/block)], zeroed: sums over blocks */
+  INT(block) INT(block_sums)                    /* [B, H, ceil(Tq/block), ceil(Tk/block)], zeroed: sums over blocks */  \
+  /* attention by features (linear.h): the map, how many; rows [1, 1, M, D] of random directions, if any */          \
+  INT(map) INT(features) TENSOR(projection)
 // clang-format on
 
 struct Problem {
@@ -82,6 +84,9 @@ struct Engine {
   bool (*backward)(const Problem &, Watch);
   int64_t (*reading_scratch)(const Problem &);
   bool (*reading)(const Problem &, Watch);
+  int64_t (*features_scratch)(const Problem &);
+  bool (*features)(const Problem &, Watch);
+  bool (*features_backward)(const Problem &, Watch);
 };
 
 }  // namespace regard

@@ -10,7 +10,8 @@ they are not optima of a transport problem, so there is no `Transport` for them.
 draws is exp(scale <q, k>): numerator and denominator are unbiased, their quotient is in the limit of many features.
 
 Causal rows go by chunks: within a chunk the weights are computed pair by pair, all keys before it are in S and z. In
-training, features that outnumber the inputs are computed again in backward; time and memory are O(T) both ways.
+training, features that outnumber the inputs are computed again in backward; time and memory are O(T) both ways. On the
+CPU the native engine does it all in one kernel (csrc/linear.h); what it declines, PyTorch does, by the code below.
 
 Exponentials are kept in range without an epsilon. phi is held as features in [0, 1] times exp(log-scale), one per row.
 A query's own cancels. Keys' are taken relative to the largest one *so far*, and what was summed is rescaled when a
@@ -26,9 +27,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_legacy_batchedtensor  # type: ignore[import-not-found]
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from .backends import native_features as engine
 from .checks import autocast, check_device, check_tensors, fold, leading_shape, number
+from .ops import forward_mode
 from .parts import describe, finite, is_integer
 from .statistics import AuxOutput, requested
 
@@ -48,8 +53,8 @@ class State(NamedTuple):
 class Features(nn.Module):
     """What the feature maps share: called as (query, key, value, is_causal=False), [..., H, T, D] each.
 
-    `chunk` is the number of causal rows computed together (None: from the batch); it does not change the result.
-    A map of your own gives `features`.
+    `chunk` is the number of causal rows that PyTorch computes together (None: from the batch; the native engine has a
+    size of its own); it does not change the result. A map of your own gives `features`.
     """
 
     def __init__(self, *, chunk: int | None = None) -> None:
@@ -79,13 +84,15 @@ class Features(nn.Module):
         key_mask: Tensor | None = None,
         alignment: str = "top_left",
         return_aux: object = None,
+        backend: str = "auto",
     ) -> Any:
         """query [..., H, Tq, D], key [..., Hkv, Tk, D], value [..., Hkv, Tk, Dv] -> [..., H, Tq, Dv], query's dtype.
 
         `is_causal`, `scale` and `enable_gqa` as in `regard.attention`; `alignment` "bottom_right" makes causal queries
         the last ones of the keys' sequence. `key_mask` [Tk] or [B, Tk] is True where a key may be read; others may hold
         NaN. With `return_aux=AuxRequest(...)` the result is (output, AuxOutput); defined are `lse` (the log of the
-        denominator), `mass`, `first_key_mass` and `key_mass`: the others need every single weight.
+        denominator), `mass`, `first_key_mass` and `key_mass`: the others need every single weight. `backend` is "auto",
+        "native" or "torch"; one that is named and cannot serve the call raises, and never falls back.
         """
         query, key, value = autocast(query, key, value)
         check_tensors(query, key, value)
@@ -95,11 +102,14 @@ class Features(nn.Module):
             raise ValueError(f'alignment: expected "top_left" or "bottom_right", got {describe(alignment)}')
         if not isinstance(is_causal, bool):
             raise TypeError(f"is_causal: expected a bool, got {describe(is_causal)}")
-        q, k, v, keep = self._prepare(query, key, value, key_mask, lead, "key_mass" in names)
         Tq, Tk, Dv = query.shape[-2], key.shape[-2], value.shape[-1]
         offset = Tk - Tq if alignment == "bottom_right" else 0
         if is_causal and offset < 0:
             raise ValueError(f"alignment: expected no more queries than keys, got Tq={Tq}, Tk={Tk}")
+        if self._choose(backend, names, query, key, value) == "native":
+            rows = self._fused(query, key, value, key_mask, lead, scale, is_causal, offset)
+            return _squeezed(rows.to(query.dtype).reshape(*lead, Tq, Dv), query, key, value)
+        q, k, v, keep = self._prepare(query, key, value, key_mask, lead, "key_mass" in names)
         if "first_key_mass" in names:  # one more column of values: 1 for the first key
             v = torch.cat([v, (torch.arange(Tk, device=v.device) == 0).to(v)[:, None].expand(*v.shape[:3], 1)], -1)
         key_mass = None
@@ -151,6 +161,65 @@ class Features(nn.Module):
         out = rows.to(query.dtype).reshape(*lead, query.shape[-2], value.shape[-1])
         return _squeezed(out, query, key, value), state
 
+    # --- the native engine ------------------------------------------------------------------------------------------
+
+    def _choose(self, backend: str, names: tuple[str, ...], *tensors: Tensor) -> str:
+        if backend not in ("auto", "native", "torch"):
+            raise ValueError(f'backend: expected "auto", "native" or "torch", got {describe(backend)}')
+        if backend == "torch":
+            return backend
+        reason = self._declined(names, tensors)
+        if reason is not None and backend == "native":
+            raise NotImplementedError(f'backend "native" cannot serve this problem: {reason}')
+        return "native" if reason is None else "torch"
+
+    def _declined(self, names: tuple[str, ...], tensors: tuple[Tensor, ...]) -> str | None:
+        """Why the native engine does not serve a call, or None."""
+        if torch.compiler.is_compiling():
+            return "is not for torch.compile, which takes PyTorch's operations apart"
+        if names:
+            return "computes no statistics of features"
+        if _kernel(self) is None:
+            return f"has no kernel for the features of {type(self).__name__}"
+        if torch._C._are_functorch_transforms_active() or forward_mode():
+            return "serves neither transforms of torch.func nor forward mode"
+        if any(type(t) not in (Tensor, nn.Parameter) or not t.is_cpu for t in tensors):
+            return "runs on plain CPU tensors only"
+        projection = getattr(self, "projection", None)
+        if projection is not None and projection.requires_grad:
+            return "has no gradient of the directions"
+        return engine.unavailable()
+
+    def _fused(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_mask: Tensor | None,
+        lead: tuple[int, ...],
+        scale: float | None,
+        causal: bool,
+        offset: int,
+    ) -> Tensor:
+        """Rows [B, H, Tq, Dv] by the native engine, in the compute dtype."""
+        kernel, usual, directed = _kernel(self)  # type: ignore[misc]
+        q, k, v = _folded(query, key, value, lead)
+        keep = _keep(key_mask, lead, key.shape[-2], query)
+        scale = usual(q.shape[3]) if scale is None else number("scale", scale, "a finite number", finite)
+        if scale < 0:
+            q, scale = -q, -scale
+        projection = None
+        if directed:
+            dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+            projection = self.directed(q, dtype)  # type: ignore[attr-defined]
+        seen = offset + q.shape[2] if causal else k.shape[2]
+        if k.shape[2] > seen:  # keys that nobody sees
+            k, v, keep = k[:, :, :seen], v[:, :, :seen], None if keep is None else keep[:, :, :seen]
+        call = engine.Call(kernel, scale, causal, offset)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+            return _Fused.apply(self, call, q, k, v, projection, keep)  # type: ignore[return-value]
+        return engine.forward(call, q, k, v, projection, keep)[0]
+
     # --- the sums ---------------------------------------------------------------------------------------------------
 
     def _prepare(
@@ -158,24 +227,12 @@ class Features(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """query [B, Hkv, G, Tq, D], key and value [B, Hkv, Tk, .] and the mask [B|1, 1, Tk, 1] (masked keys read as 0).
         `apart` gives each query head keys of its own."""
-        H = lead[-1]
-        q = fold(query, lead, H)
-        heads = max(t.shape[-3] if t.dim() > 2 else 1 for t in (key, value))
-        k, v = fold(key, lead, heads), fold(value, lead, heads)
+        q, k, v = _folded(query, key, value, lead)
+        H, heads = q.shape[1], k.shape[1]
         if apart and heads != H:
             k, v, heads = k.repeat_interleave(H // heads, 1), v.repeat_interleave(H // heads, 1), H
-        keep = None
-        if key_mask is not None:
-            Tk = key.shape[-2]
-            if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
-                raise TypeError(
-                    f"key_mask: expected a bool tensor, True where a key may be read, got {describe(key_mask)}"
-                )
-            check_device("key_mask", key_mask, query.device)
-            shape = (*lead[:-1], Tk)
-            if key_mask.shape != shape and key_mask.shape != (Tk,):
-                raise ValueError(f"key_mask: expected shape {[Tk]} or {list(shape)}, got {list(key_mask.shape)}")
-            keep = key_mask.reshape(-1, 1, Tk, 1)
+        keep = _keep(key_mask, lead, key.shape[-2], query)
+        if keep is not None:
             k, v = torch.where(keep, k, 0.0), torch.where(keep, v, 0.0)
         return q.unflatten(1, (heads, H // heads)), k, v, keep
 
@@ -329,6 +386,73 @@ class Features(nn.Module):
         log = torch.where(good, mass, 1.0).log() + _finite(shift)
         log = torch.where(good, log if own is None else log + own, -math.inf)
         return out.unflatten(2, shape[2:4]), log.squeeze(-1).unflatten(2, shape[2:4])
+
+
+class _Fused(torch.autograd.Function):
+    """apply(module, call, q, k, v, projection, keep) -> rows. The second derivative, and a gradient under a transform,
+    are those of PyTorch's path."""
+
+    @staticmethod
+    def forward(ctx: Any, module: Features, call: engine.Call, *tensors: Any) -> Tensor:  # type: ignore[override]
+        outputs = engine.forward(call, *tensors)
+        q, k, v, projection, keep = tensors
+        if projection is not None:
+            projection = projection.clone()  # a redraw before backward writes new ones into it
+        ctx.module, ctx.call = module, call
+        ctx.save_for_backward(q, k, v, projection, keep, *outputs)
+        return outputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:  # type: ignore[override]
+        q, k, v, projection, keep, *outputs = ctx.saved_tensors
+        call, needed = ctx.call, ctx.needs_input_grad[2:5]
+        batched = is_legacy_batchedtensor(grad)  # by is_grads_batched
+        transformed = torch._C._are_functorch_transforms_active() or forward_mode()
+        if not (torch.is_grad_enabled() or batched or transformed):
+            found = engine.backward(call, q, k, v, projection, keep, tuple(outputs), grad, needed)
+            return (None, None, *found, None, None)
+        wanted = [t for t, need in zip((q, k, v), needed, strict=True) if need]
+
+        def rows(*varied: Tensor) -> Tensor:
+            given = iter(varied)
+            q_k_v = (next(given) if need else t for t, need in zip((q, k, v), needed, strict=True))
+            kwargs = {
+                "scale": call.scale,
+                "enable_gqa": True,
+                "key_mask": None if keep is None else keep.expand(q.shape[0], -1, -1, -1)[:, 0, :, 0],
+                "alignment": "bottom_right" if call.causal and call.offset else "top_left",
+                "backend": "torch",
+            }
+            buffers = {} if projection is None else {"projection": projection}
+            return functional_call(ctx.module, buffers, (*q_k_v, call.causal), kwargs).to(grad.dtype)
+
+        if batched:  # which torch.func does not take
+            with torch.enable_grad():
+                leaves = [t.detach().requires_grad_() for t in wanted]
+                found = iter(torch.autograd.grad(rows(*leaves), leaves, grad))
+        else:
+            _, pull = torch.func.vjp(rows, *wanted)  # type: ignore[misc]
+            found = iter(pull(grad))
+        return (None, None, *(next(found) if need else None for need in needed), None, None)
+
+
+def _folded(query: Tensor, key: Tensor, value: Tensor, lead: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, H, Tq, D], [B, Hkv, Tk, D], [B, Hkv, Tk, Dv]"""
+    heads = max(t.shape[-3] if t.dim() > 2 else 1 for t in (key, value))
+    return fold(query, lead, lead[-1]), fold(key, lead, heads), fold(value, lead, heads)
+
+
+def _keep(key_mask: Tensor | None, lead: tuple[int, ...], Tk: int, query: Tensor) -> Tensor | None:
+    """The mask as [B|1, 1, Tk, 1]."""
+    if key_mask is None:
+        return None
+    if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
+        raise TypeError(f"key_mask: expected a bool tensor, True where a key may be read, got {describe(key_mask)}")
+    check_device("key_mask", key_mask, query.device)
+    shape = (*lead[:-1], Tk)
+    if key_mask.shape != shape and key_mask.shape != (Tk,):
+        raise ValueError(f"key_mask: expected shape {[Tk]} or {list(shape)}, got {list(key_mask.shape)}")
+    return key_mask.reshape(-1, 1, Tk, 1)
 
 
 def _cut(length: int, many: int, size: int = 1) -> list[int]:
@@ -499,12 +623,18 @@ class _Random(Features):
 
     def project(self, x: Tensor, scale: float | None) -> Tensor:
         """sqrt(scale) <w_r, x>, or sqrt(scale) x without directions."""
-        if self.projection is None:
+        w = self.directed(x, x.dtype)
+        if w is None:
             return x if scale is None else x * math.sqrt(scale)
+        return x @ (w if scale is None else w * math.sqrt(scale)).mT
+
+    def directed(self, x: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """The directions [M, D] for x, if there are any."""
+        if self.projection is None:
+            return None
         if x.shape[-1] != self.dim:
             raise ValueError(f"query: expected head size D={self.dim}, as {self!r}, got {list(x.shape)}")
-        w = self.projection.to(x.device, x.dtype)
-        return x @ (w if scale is None else w * math.sqrt(scale)).mT
+        return self.projection.to(x.device, dtype)
 
     def log_constant(self) -> float:
         return 0.0 if self.num_features is None else -math.log(self.num_features)
@@ -572,3 +702,17 @@ class ReLUFeatures(_Random):
 
     def features(self, x: Tensor, scale: float | None) -> tuple[Tensor, Tensor | None]:
         return self.project(x, scale).relu(), None
+
+
+def _kernel(module: Features) -> tuple[str, Callable[[int], float], bool] | None:
+    """The native engine's name for a module's map, its usual scale and whether it has directions: of the classes here,
+    not of one derived from them that has another map."""
+    kind = type(module)
+    if kind.features is LinearAttention.features:
+        return "elu", lambda _: 1.0, False
+    if isinstance(module, _Random) and type(module).project is _Random.project:
+        if kind.features is Performer.features:
+            return "exp", lambda D: 1 / math.sqrt(D), True
+        if kind.features is ReLUFeatures.features:
+            return "relu", lambda _: 1.0, True
+    return None
