@@ -3,7 +3,7 @@
 //   for each block of L rows (lanes), for each block of keys that some row may read:
 //     gate  <- the prior in base 2, if it does something here      [keys][L]
 //     x     <- exponents: Q K^T, softcap, bias, temperature, gate   [keys][L]
-//     m'    <- max(m, max x);  what was summed is scaled by 2^(m - m')
+//     m'    <- max x, if that is far above m: then what was summed is scaled by 2^(m - m'); else m
 //     p     <- 2^(x - m'); sum p, p t, p t^2 with t = x - m'        (entropy and variance: two multiply-adds)
 //     O^T   <- O^T + P^T V                                          [Dv][L]
 //   at the end each row turns its sums into output, dual and statistics.
@@ -16,8 +16,13 @@
 
 namespace {
 
-// Keys per block. Few rows (NV = 1): a block's values wait in the first-level cache for their turn.
+// Keys per block. Few rows (NV = 1): a block's values wait in the first-level cache for their turn, 4 KiB of them at
+// D = 64 (from memory: float32 by 32 keys is a tenth slower).
 template <int NV> constexpr int64_t KEY_BLOCK = NV == 1 ? 32 : 96;
+template <int NV, class T> constexpr int64_t KEY_STEP = NV == 1 && sizeof(T) > 2 ? 16 : KEY_BLOCK<NV>;
+// How far exponents may lie above what they are measured from before the sums are brought to a new reference, which
+// takes a sweep over O: that would be most blocks of keys, since some row among L mostly finds a larger score.
+constexpr int SLACK = 4;
 constexpr int64_t ROW_BLOCKS = 4;  // blocks of rows that share a block of keys while it is in the cache
 
 struct Wanted {
@@ -44,21 +49,22 @@ template <class R, int NV> INLINE void rescale(R *o, int64_t Dv, int n, Vec<R> r
 // What a block of rows has summed so far. Weights are relative to 2^m, scores to the anchor (that of the heaviest key).
 template <class R, int NV> struct State {
   using V = Vec<R>;
-  V m[NV], l[NV], e1[NV], e2[NV];        // max x; sums of p, p t, p t^2
+  V m[NV], high[NV];                     // the reference, at most SLACK below the largest x; the largest x
+  V l[NV], e1[NV], e2[NV];               // sums of p, p t, p t^2
   V collision[NV], count[NV], first[NV], spread[NV];
   V top[NV], anchor[NV], y1[NV], y2[NV];  // max s; sums of p (s - anchor), p (s - anchor)^2
   V prior_top[NV], prior_sum[NV];         // of the prior's mass
 
   void clear() {
     memset((void *)this, 0, sizeof *this);
-    for (int n = 0; n < NV; ++n) m[n] = top[n] = first[n] = prior_top[n] = all(-INF<R>);
+    for (int n = 0; n < NV; ++n) m[n] = high[n] = top[n] = first[n] = prior_top[n] = all(-INF<R>);
   }
 
   static V difference(V a, V b) {  // a - b for exponents a <= b, never NaN, bounded
     return a == -INF<R> ? V{} : vmax(all((R)-1000), a - b);
   }
 
-  // Everything relative to a larger maximum.
+  // Everything relative to a larger reference.
   V raise(int n, V to) {
     const V safe = to == -INF<R> ? V{} : to, r = vexp2(m[n] - safe), shift = difference(m[n], safe);
     e2[n] = r * (e2[n] + shift * ((R)2 * e1[n] + shift * l[n]));
@@ -93,6 +99,7 @@ template <class R, int NV> struct State {
       collision[n] += other.collision[n], count[n] += other.count[n], spread[n] += other.spread[n];
       y1[n] += other.y1[n], y2[n] += other.y2[n];
       first[n] = vmax(first[n], other.first[n]), top[n] = vmax(top[n], other.top[n]);
+      high[n] = vmax(high[n], other.high[n]);
       const V prior = vmax(prior_top[n], other.prior_top[n]);
       raise_prior(n, prior), other.raise_prior(n, prior);
       prior_sum[n] += other.prior_sum[n];
@@ -173,9 +180,12 @@ void attend(const Problem &p, const Terms &terms, const Wanted &want, const Rows
   for (int n = 0; n < NV; ++n) {
     if (!plain)
       for (int64_t j = 0; j < keys; ++j) tops[n] = vmax(tops[n], load(x + j * L + n * N));
-    const V to = vmax(state.m[n], tops[n]);
+    const V high = vmax(state.high[n], tops[n]);
+    state.high[n] = high;
     if (want.first && first == 0) state.first[n] = load(x + n * N);
-    const M higher = to > state.m[n];
+    // The anchor goes with the heaviest key; where none is wanted, the reference may stay behind.
+    const M higher = high > state.m[n] + (R)(want.apart ? 0 : SLACK);
+    const V to = higher ? high : state.m[n];
     if (want.apart) {
       V anchor = state.anchor[n];
       for (int64_t j = 0; j < keys; ++j) {
@@ -242,96 +252,111 @@ template <class R> INLINE void put(int64_t to, int64_t at, R value) {
   if (to) ((R *)to)[at] = value;
 }
 
-// From sums to results: the definitions of statistics.py in closed form, one row at a time.
+// f of each lane: the C library's functions, which are exact enough and know every special case.
+template <class V, class F> INLINE V each(V x, F f) {
+  for (unsigned i = 0; i < sizeof(V) / sizeof(x[0]); ++i) x[i] = f(x[i]);
+  return x;
+}
+
+// From sums to results: the definitions of statistics.py in closed form, a vector of rows at a time.
 template <class R, int NV>
 void finish(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, const State<R, NV> &state, const R *ot) {
+  using V = Vec<R>;
+  using M = Mask<R>;
   constexpr int N = Simd<R>::N, L = N * NV;
+  const auto exp2 = [](V x) { return each(x, [](R t) { return exp2_of(t); }); };
+  const auto log2 = [](V x) { return each(x, [](R t) { return log2_of(t); }); };
   R share[L];
-  const double log_mass = ::log2(p.mass);
-  for (int i = 0; i < rows.n; ++i) {
-    const int n = i / N, lane = i % N;
-    const int64_t at = rows.flat(p, i);
-    const R m = state.m[n][lane], l = state.l[n][lane], tau = rows.temperature[i], c = rows.c[n][lane];
-    const R level = rows.level[i];
-    const bool keys = m > -INF<R> || m != m;
-    const bool sink = p.marginal == regard::SINK;
+  const R mass = (R)p.mass, log_mass = (R)::log2(p.mass);
+  const bool sink = p.marginal == regard::SINK;
+  const V zero = {}, nothing = all(-INF<R>);
+  for (int n = 0; n * N < rows.n; ++n) {
+    const int lanes = least(N, rows.n - n * N);
+    int64_t at[N];
+    for (int i = 0; i < lanes; ++i) at[i] = rows.flat(p, n * N + i);
+    const auto put = [&](int64_t to, V value) {
+      if (to)
+        for (int i = 0; i < lanes; ++i) ((R *)to)[at[i]] = value[i];
+    };
+    const V m = state.m[n], l = state.l[n], c = rows.c[n];
+    const V tau = load(rows.temperature + n * N), level = load(rows.level + n * N);
+    const M keys = (m > -INF<R>) | (m != m);
     // The distribution: 2^(x - top) / total, the null key included.
-    const R null_x = sink ? level * c : -INF<R>, top = m > null_x || m != m ? m : null_x;
-    const R real = !keys ? 0 : sink ? exp2_of(m - top) : 1 + (m - top);  // without a sink 1, or NaN
-    const R null = sink ? exp2_of(null_x - top) : 0;
-    const R total = l * real + null, log_total = log2_of(total);
-    const bool some = keys || sink;
-    const R lse = some ? (R)LN2 * (top + log_total) : -INF<R>;
-    const R part = some ? real / total : 0;  // of the distribution, per weight
-    const R null_part = sink ? null / total : 0;
+    const V null_x = sink ? level * c : nothing, top = (m > null_x) | (m != m) ? m : null_x;
+    const V real = keys ? (sink ? exp2(m - top) : (R)1 + (m - top)) : zero;  // without a sink 1, or NaN
+    const V null = sink ? exp2(null_x - top) : zero;
+    const V total = l * real + null, log_total = log2(total);
+    const M some = sink ? ~M{} : keys;
+    const V lse = some ? (R)LN2 * (top + log_total) : nothing;
+    const V part = some ? real / total : zero;  // of the distribution, per weight
+    const V null_part = sink ? null / total : zero;
     // The plan: p = weight * factor.
-    R factor = part * (R)p.mass, dual = some ? tau * lse : -INF<R>, value = dual;
+    V factor = part * mass, dual = some ? tau * lse : nothing, value = dual;
     if (p.marginal == regard::ROWS && p.mass != 1) {
-      dual -= tau * (R)(LN2 * log_mass);
-      value = dual * (R)p.mass;
+      dual -= tau * ((R)LN2 * log_mass);
+      value = dual * mass;
     }
     // Kept apart for the backward pass: where all x are near the lowest number, their sum would lose log_total.
-    R peak = some ? top : -INF<R>, rest = log_total;
-    if (p.marginal == regard::ROWS) rest -= (R)log_mass;
-    R prior_mass = state.count[n][lane], log_prior_mass = p.kl ? log2_of(prior_mass) : 0;
+    V peak = some ? top : nothing, rest = log_total;
+    if (p.marginal == regard::ROWS) rest -= log_mass;
+    V prior_mass = state.count[n], log_prior_mass = p.kl ? log2(prior_mass) : zero;
     if (terms.prior && (p.kl || p.free_energy)) {
-      log_prior_mass = state.prior_top[n][lane] + log2_of(state.prior_sum[n][lane]);
-      prior_mass = exp2_of(log_prior_mass);
-      if (!keys) prior_mass = 0, log_prior_mass = -INF<R>;
+      log_prior_mass = keys ? state.prior_top[n] + log2(state.prior_sum[n]) : nothing;
+      prior_mass = keys ? exp2(log_prior_mass) : zero;
     }
     if (p.marginal == regard::RELAX) {
       rest = (top + log_total) * (level / (tau + level)) - top;
       dual = dual * (level / (tau + level));
-      const R mass = keys ? exp2_of(dual / level * (R)LOG2E) : 0;
-      factor = part * mass;
-      value = (tau + level) * mass - tau * prior_mass - level;
+      const V sent = keys ? exp2(dual / level * (R)LOG2E) : zero;
+      factor = part * sent;
+      value = (tau + level) * sent - tau * prior_mass - level;
     } else if (p.marginal == regard::FREE) {
-      dual = -level, peak = 0, rest = -level * c;
-      factor = keys ? exp2_of(m + level * c) : 0;
+      dual = -level, peak = zero, rest = -level * c;
+      factor = keys ? exp2(m + level * c) : zero;
       value = tau * (factor * l - prior_mass);
     }
-    share[i] = factor;
-    put(p.lse, at, lse);
-    put(p.dual, at, dual);
-    put(p.peak, at, peak), put(p.rest, at, rest);
-    put(p.free_energy, at, value);
+    store(share + n * N, factor);
+    put(p.lse, lse), put(p.dual, dual), put(p.peak, peak), put(p.rest, rest), put(p.free_energy, value);
     if (p.entropy || p.kl || p.score_variance || p.cost) {
-      const R shift = keys ? m - top : 0, null_shift = sink ? null_x - top : 0;
-      const R e1 = state.e1[n][lane], e2 = state.e2[n][lane];
-      const R mean = part * (e1 + shift * l) + null_part * null_shift;
-      const R entropy = some ? (R)LN2 * (log_total - mean) : 0;
-      put(p.entropy, at, entropy < 0 ? 0 : entropy);
-      const R y1 = state.y1[n][lane], y2 = state.y2[n][lane], anchor = state.anchor[n][lane];
+      const V shift = keys ? m - top : zero, null_shift = sink ? null_x - top : zero;
+      const V e1 = state.e1[n], e2 = state.e2[n], y1 = state.y1[n], y2 = state.y2[n], anchor = state.anchor[n];
+      const V mean = part * (e1 + shift * l) + null_part * null_shift;
+      const V entropy = some ? (R)LN2 * (log_total - mean) : zero;
+      put(p.entropy, entropy < (R)0 ? zero : entropy);
       if (p.kl) {
-        R log_prior = terms.prior && keys ? part * (l * (m - c * anchor) + e1 - c * y1) : 0;
-        if (sink) log_prior_mass = log2_of(exp2_of(log_prior_mass) + 1);
-        const R kl = some ? (R)LN2 * (log_prior_mass - log_prior) - entropy : 0;
-        put(p.kl, at, kl < 0 ? 0 : kl);
+        const V log_prior = terms.prior ? (keys ? part * (l * (m - c * anchor) + e1 - c * y1) : zero) : zero;
+        if (sink) log_prior_mass = log2(exp2(log_prior_mass) + (R)1);
+        const V kl = some ? (R)LN2 * (log_prior_mass - log_prior) - entropy : zero;
+        put(p.kl, kl < (R)0 ? zero : kl);
       }
       if (p.score_variance) {
-        R variance;
+        V variance;
         if (terms.prior) {
-          const R away = sink && keys ? level - anchor : 0;
-          const R mean_y = part * y1 + null_part * away, square = part * y2 + null_part * away * away;
+          const V away = sink ? (keys ? level - anchor : zero) : zero;
+          const V mean_y = part * y1 + null_part * away, square = part * y2 + null_part * away * away;
           variance = (square - mean_y * mean_y) / (tau * tau);
         } else {
-          const R square = part * (e2 + shift * (2 * e1 + shift * l)) + null_part * null_shift * null_shift;
+          const V square = part * (e2 + shift * ((R)2 * e1 + shift * l)) + null_part * null_shift * null_shift;
           variance = (R)(LN2 * LN2) * (square - mean * mean);
         }
-        put(p.score_variance, at, some && !(variance < 0) ? variance : 0);
+        put(p.score_variance, some & ~(variance < (R)0) ? variance : zero);
       }
       if (p.cost) {
-        const R sum = terms.prior ? anchor * l + y1 : (m * l + e1) / c;
-        put(p.cost, at, keys ? -factor * sum : 0);
+        const V sum = terms.prior ? anchor * l + y1 : (m * l + e1) / c;
+        put(p.cost, keys ? -factor * sum : zero);
       }
     }
-    put(p.max_scores, at, terms.prior ? state.top[n][lane] : keys ? m / c : -INF<R>);
-    put(p.max_weight, at, factor > null_part ? factor : null_part);
-    put(p.collision, at, factor * factor * state.collision[n][lane] + null_part * null_part);
-    put(p.support, at, state.count[n][lane]);
-    put(p.first_key_mass, at, keys ? factor * exp2_of(state.first[n][lane] - m) : 0);
-    put(p.mass_sent, at, factor * l);
-    put(p.spread, at, factor * state.spread[n][lane]);
+    const V high = state.high[n];
+    put(p.max_scores, terms.prior ? state.top[n] : keys ? high / c : nothing);
+    if (p.max_weight) {
+      const V weight = keys ? factor * exp2(high - m) : factor;
+      put(p.max_weight, weight > null_part ? weight : null_part);
+    }
+    put(p.collision, factor * factor * state.collision[n] + null_part * null_part);
+    put(p.support, state.count[n]);
+    if (p.first_key_mass) put(p.first_key_mass, keys ? factor * exp2(state.first[n] - m) : zero);
+    put(p.mass_sent, factor * l);
+    put(p.spread, factor * state.spread[n]);
   }
   if (p.out) {
     R *out[L];
@@ -419,8 +444,8 @@ template <class R, int NV, class T> void forward_as(const Problem &p) {
       lo = least(lo, rows[g]->lo), hi = most(hi, rows[g]->hi);
     }
     lo = most(lo, split * cut.keys), hi = least(hi, (split + 1) * cut.keys);
-    for (int64_t from = lo; from < hi; from += KEY_BLOCK<NV>) {
-      const int64_t keys = least(KEY_BLOCK<NV>, hi - from);
+    for (int64_t from = lo; from < hi; from += KEY_STEP<NV, T>) {
+      const int64_t keys = least(KEY_STEP<NV, T>, hi - from);
       int64_t k_stride, v_stride;
       const T *k = as_rows<R, T>(p.key, rows[0]->b, rows[0]->kv, from, keys, p.D, k_spare, k_stride);
       const T *v = as_rows<R, T>(p.value, rows[0]->b, rows[0]->kv, from, keys, p.Dv, v_spare, v_stride);

@@ -176,7 +176,10 @@ double fma_rate(int64_t threads, double seconds) {
       parallel(threads, threads, [&](int64_t job, int64_t) {
         Vec<float> sum[CHAINS], a = all(1.0f - 1e-7f), b = all((float)job);
         asm volatile("" : "+m"(a), "+m"(b));  // not known to the compiler
-        for (auto &s : sum) s = b;
+        for (auto &s : sum) {
+          s = b;
+          asm volatile("" : "+m"(s));  // each chain its own: of equal ones the compiler makes one
+        }
         for (int64_t step = 0; step < STEPS; ++step)
 #pragma GCC unroll 16
           for (int c = 0; c < CHAINS; ++c) sum[c] = sum[c] * a + b;

@@ -247,6 +247,17 @@ def test_variances_survive_a_common_offset():
             assert error(found[name], truth[name]) < bound, name
 
 
+@pytest.mark.parametrize("Tq", [1, 40])
+@pytest.mark.parametrize("marginal", [Rows(), Rows(sink=20.0), Rows(relax=1.5)], ids=["rows", "sink", "relax"])
+def test_scores_that_rise_along_the_keys(marginal, Tq):
+    """Sums are brought to a new reference only when the scores have risen by much: here by less, just so, and more."""
+    tensors = qkv(8, H=2, Tq=Tq, Tk=600, D=8, Dv=8)
+    rise = torch.tensor([0.0, 0.5, 2.0, 2.7, 2.8, 5.0])  # SLACK is 4 in base 2: 2.77
+    tensors["q"][..., 0] = 8**0.5
+    tensors["k"][..., 0] = rise.cumsum(0).repeat_interleave(100)
+    Case(tensors, lambda: {"problem": Transport(marginal=marginal)}).check()
+
+
 @pytest.mark.parametrize("kind", ["padding", "documents", "float", "causal"])
 def test_rubbish_in_unread_keys_stays_out(kind):
     T = 130

@@ -194,8 +194,9 @@ def _record(form: Form) -> _Record:
         *(key.data_ptr(), element, *key.stride()),
         *(value.data_ptr(), element, *value.stride()),
     )
+    slots = form.__dict__
     for name in _TENSORS:
-        tensor = getattr(form, name)
+        tensor = slots[name]
         if tensor is not None and not isinstance(tensor, float):
             record.tensor(name, tensor)
     for n, prior in enumerate(form.log_priors):
@@ -208,7 +209,7 @@ def forward(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
     module, _ = _extension()
     assert form.query is not None
     results = _empty(form, names)
-    if 0 in form.query.shape[:3]:
+    if form.query.numel() == 0 and 0 in form.query.shape[:3]:
         return {n: t.zero_() for n, t in results.items()}
     if (
         "value_spread" in names and form.dropout_key is not None
@@ -255,12 +256,15 @@ def forward(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
 def _empty(form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Room for the output and statistics."""
     results: dict[str, Tensor] = {}
-    last, last_shape = None, None
+    assert form.query is not None
+    last, last_shape, dtype = form.query, None, form.dtype
+    if type(last) is Tensor and last.dtype is dtype and last.is_contiguous():
+        last_shape = last.shape
     for name, shape in output_shapes(form, names).items():
-        if last is not None and last_shape == shape:  # empty_like has less to look at than empty
+        if last_shape == shape:  # empty_like has less to look at than empty
             last = torch.empty_like(last)
         else:
-            last, last_shape = torch.empty(shape, dtype=form.dtype), shape
+            last, last_shape = torch.empty(shape, dtype=dtype), shape
         results[name] = last
     return results
 
