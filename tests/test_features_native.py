@@ -202,3 +202,12 @@ def test_it_is_what_a_call_takes(monkeypatch):
 
 
 real = native_features.forward
+
+
+def test_tracing_sees_what_is_computed():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    module = LinearAttention()
+    q, k, v, other = (torch.randn(1, 2, 70, 8) for _ in range(4))
+    graph = make_fx(lambda q, k, v: module(q, k, v, True))(q, k, v)
+    torch.testing.assert_close(graph(other, k, v), module(other, k, v, True), rtol=1e-5, atol=1e-6)

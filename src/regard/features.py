@@ -183,6 +183,8 @@ class Features(nn.Module):
             return f"has no kernel for the features of {type(self).__name__}"
         if torch._C._are_functorch_transforms_active() or forward_mode():
             return "serves neither transforms of torch.func nor forward mode"
+        if torch._C._len_torch_dispatch_stack():
+            return "is not seen by modes that watch every operator, as tracing does"
         if any(type(t) not in (Tensor, nn.Parameter) or not t.is_cpu for t in tensors):
             return "runs on plain CPU tensors only"
         projection = getattr(self, "projection", None)
