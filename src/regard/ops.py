@@ -1,9 +1,9 @@
 """One operator for every backend that has no autograd of its own: schema, fake, gradient, transforms.
 
-Two ways in. While compiling or tracing, `torch.ops.regard.attend` (its schema derived from `Form`): opaque to the compiler. In
-eager mode, the autograd Function `Attend`, which also serves torch.func.grad, jvp, vmap and double backward. In forward
-mode the output is the named backend's and its tangent comes from the definition's differentiable blocks, whose own
-forward mode keeps nothing for later: O(T) memory.
+Two ways in. While compiling or tracing, `torch.ops.regard.attend` (its schema derived from `Form`): opaque to the
+compiler. In eager mode, the autograd Function `Attend`, which also serves torch.func.grad, jvp, vmap and double
+backward. In forward mode the output is the named backend's and its tangent comes from the definition's differentiable
+blocks, whose own forward mode keeps nothing for later: O(T) memory.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def run(backend: str, form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
         return _run_compiled(backend, form, names)
     transformed, ahead = torch._C._are_functorch_transforms_active(), forward_mode()
     if torch._C._len_torch_dispatch_stack():
-        # Somebody watches or replaces every operator (fake tensors, make_fx): show him ours, or those of the definition;
-        # the engine reads memory, which fake tensors have none of and tracing would not see.
+        # Somebody watches or replaces every operator (fake tensors, make_fx): show our own, or the definition's. The
+        # engine reads memory, which fake tensors have none of and tracing would not see.
         if not (ahead or transformed):
             return _run_compiled(backend, form, names)
         backend = "torch"

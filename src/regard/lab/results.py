@@ -80,9 +80,9 @@ def _effect(verdict: Record) -> str:
 
 
 def to_markdown(records: list[Record]) -> str:
-    """What is below the mark: all verdicts, then every experiment. Figures are those of `figures`."""
+    """What is below the mark: all verdicts, then every experiment. Figures are those of `files`."""
     rows = [
-        [f"[{r['name']}](#{r['name']})", v["claim"], _effect(v), f"**{v['verdict']}**"]
+        [f"[{r['name']}](#{r['name']})", f"{v['claim']} ({v['source']})", _effect(v), f"**{v['verdict']}**"]
         for r in records
         for v in r["verdicts"]
     ]
@@ -90,10 +90,6 @@ def to_markdown(records: list[Record]) -> str:
     for record in records:
         name = record["name"]
         text += f"## {name}\n\n**{record['question']}** {record['about']}\n\n"
-        text += _table(
-            ["claim", "source", "measured", "verdict"],
-            [[v["claim"], v["source"], _effect(v), f"**{v['verdict']}**"] for v in record["verdicts"]],
-        )
         for table in record["tables"]:
             text += f"{table['title']}:\n\n" + _table(table["header"], table["rows"])
         text += "\n".join(f"![{f['title']}](lab/{figure_name(record, f)})" for f in record["figures"]) + "\n\n"
