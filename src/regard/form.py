@@ -483,7 +483,8 @@ def _refuse_causal_tensor(name: str, mask: Tensor) -> None:
     if not concrete(mask) or not mask.numel():
         return
     plain = mask.dtype == torch.bool
-    _refuse_causal(name, Form(mask=mask) if plain else Form(score_bias=mask), *mask.shape[2:], mask.device)
+    Tq, Tk = mask.shape[2:]
+    _refuse_causal(name, Form(mask=mask) if plain else Form(score_bias=mask), Tq, Tk, mask.device)
     if not plain and _meant_as_forbidden(mask) > -math.inf:
         warnings.warn(
             f"{name}: RowsAndColumns expects -inf (or a bool mask) where nothing may be sent, got numbers down to "

@@ -86,7 +86,9 @@ def to_markdown(records: list[Record]) -> str:
         for r in records
         for v in r["verdicts"]
     ]
-    text = "## Verdicts\n\n" + _table(["experiment", "claim", "measured", "verdict"], rows)
+    missing = [name for name in NAMES if name not in {r["name"] for r in records}]
+    text = f"Not run in full yet: {', '.join(missing)}.\n\n" if missing else ""
+    text += "## Verdicts\n\n" + _table(["experiment", "claim", "measured", "verdict"], rows)
     for record in records:
         name = record["name"]
         text += f"## {name}\n\n**{record['question']}** {record['about']}\n\n"
