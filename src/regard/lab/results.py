@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -67,8 +68,13 @@ def to_csv(cells: list[Record]) -> str:
     return text.getvalue()
 
 
-def _row(*cells: object) -> str:
-    return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |\n"
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |\n"
+
+
+def _plain(text: str) -> str:
+    """A record's words, none of which Markdown takes for its own."""
+    return re.sub(r"([\\`*_<|])", r"\\\1", text).replace("\n", " ")
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
@@ -76,13 +82,13 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def _effect(verdict: Record) -> str:
-    return f"{verdict['effect']}. {verdict['note']}" if verdict["note"] else verdict["effect"]
+    return _plain(f"{verdict['effect']}. {verdict['note']}" if verdict["note"] else verdict["effect"])
 
 
 def to_markdown(records: list[Record]) -> str:
     """What is below the mark: all verdicts, then every experiment. Figures are those of `files`."""
     rows = [
-        [f"[{r['name']}](#{r['name']})", f"{v['claim']} ({v['source']})", _effect(v), f"**{v['verdict']}**"]
+        [f"[{r['name']}](#{r['name']})", _plain(f"{v['claim']} ({v['source']})"), _effect(v), f"**{v['verdict']}**"]
         for r in records
         for v in r["verdicts"]
     ]
@@ -93,8 +99,11 @@ def to_markdown(records: list[Record]) -> str:
         name = record["name"]
         text += f"## {name}\n\n**{record['question']}** {record['about']}\n\n"
         for table in record["tables"]:
-            text += f"{table['title']}:\n\n" + _table(table["header"], table["rows"])
-        text += "\n".join(f"![{f['title']}](lab/{figure_name(record, f)})" for f in record["figures"]) + "\n\n"
+            rows = [list(map(_plain, row)) for row in table["rows"]]
+            text += f"{_plain(table['title'])}:\n\n" + _table(list(map(_plain, table["header"])), rows)
+        for n in range(0, len(record["figures"]), 2):  # two side by side, under their titles
+            pair = [(_plain(f["title"]), f"lab/{figure_name(record, f)}") for f in record["figures"][n : n + 2]]
+            text += _table([title for title, _ in pair], [[f"![{title}]({path})" for title, path in pair]])
         text += f"`{record['command']}`\n\n"
         text += f"{'; '.join(f'{what}: {value}' for what, value in provenance(record))}.\n"
         text += f"[Every number](lab/{name}.json), [a line per cell](lab/{name}.csv).\n\n"
