@@ -74,7 +74,7 @@ def _row(*cells: str) -> str:
 
 def _plain(text: str) -> str:
     """A record's words, none of which Markdown takes for its own."""
-    return re.sub(r"([\\`*_<|])", r"\\\1", text).replace("\n", " ")
+    return re.sub(r"([\\`*_<|])", r"\\\1", text).replace("](", "]\\(").replace("\n", " ")
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
