@@ -24,7 +24,7 @@ from .runner import Outcome, Outcomes, finite, outcome
 
 DOCS = Path(__file__).parents[3] / "docs"
 MARK = "<!-- what follows is written by `python -m regard.lab.results` -->\n"
-DIGITS = 6  # of every number that is kept
+DIGITS = 9  # of every number that is kept
 
 
 def kept(run: Path) -> Record:
