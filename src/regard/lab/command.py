@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -52,51 +52,41 @@ def run_all(
         raise Refused("--ray-address: expected none without --ray")
     if workers > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // workers))
-    with cluster.connected(ray_address) if ray else nullcontext():
+    with _device(device, ray, ray_address) as on:
+        if distributed.rank() != 0:
+            errors, console = Console(quiet=True), Console(quiet=True)
+        experiments = [load(n) for n in (NAMES if name == "all" else (name,))]
+        corpus = _corpus(text, quick)
+        profile = "quick" if quick else "full"
+        for experiment in experiments:
+            config = configured(experiment, quick, _changes(changes))
+            folder = out / (experiment.name + ("-quick" if quick else ""))
+            command = _command(experiment.name, quick, text, changes, on, precision)
+            run = Run(experiment, config, corpus, folder, profile, command, on, precision)
+            if distributed.rank() == 0:
+                _open(run, fresh)
+            distributed.agree(None)
+            finished = _run(run, workers, ray, errors)
+            concluded = run.conclude() if distributed.rank() == 0 else None
+            if concluded is not None:
+                show(concluded, console)
+            if not finished:
+                errors.print(Text("stopped; the same command goes on from here"))
+                return False
+    return True
+
+
+@contextmanager
+def _device(name: str, ray: bool, address: str | None) -> Iterator[torch.device]:
+    """What to compute on; inside, Ray is there, or the other processes of torchrun are joined."""
+    with cluster.connected(address) if ray else nullcontext():
         try:
-            on = cluster.device_named(device) if ray else distributed.device_named(device)
+            found = cluster.device_named(name) if ray else distributed.device_named(name)
         except ValueError as problem:
             raise Refused(f"--device: {problem}") from None
         if not ray:
-            distributed.join(on)
-        how = {"device": on, "precision": precision}
-        return _run_all(name, quick, text, out, changes, fresh, workers, ray, how, errors, console)
-
-
-def _run_all(
-    name: str,
-    quick: bool,
-    text: Path | None,
-    out: Path,
-    changes: Sequence[str],
-    fresh: bool,
-    workers: int,
-    ray: bool,
-    how: dict[str, Any],
-    errors: Console,
-    console: Console,
-) -> bool:
-    if distributed.rank() != 0:
-        errors, console = Console(quiet=True), Console(quiet=True)
-    experiments = [load(n) for n in (NAMES if name == "all" else (name,))]
-    corpus = _corpus(text, quick)
-    profile = "quick" if quick else "full"
-    for experiment in experiments:
-        config = configured(experiment, quick, _changes(changes))
-        folder = out / (experiment.name + ("-quick" if quick else ""))
-        command = _command(experiment.name, quick, text, changes, **how)
-        run = Run(experiment, config, corpus, folder, profile, command, **how)
-        if distributed.rank() == 0:
-            _open(run, fresh)
-        distributed.agree(None)
-        finished = _run(run, workers, ray, errors)
-        concluded = run.conclude() if distributed.rank() == 0 else None
-        if concluded is not None:
-            show(concluded, console)
-        if not finished:
-            errors.print(Text("stopped; the same command goes on from here"))
-            return False
-    return True
+            distributed.join(found)
+        yield found
 
 
 def _open(run: Run, fresh: bool) -> None:

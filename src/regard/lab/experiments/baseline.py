@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from statistics import median
 from typing import Any
 
 import torch
@@ -79,12 +80,6 @@ def _wait_for(device: torch.device) -> None:
     """A GPU is given work without waiting for it to be done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def median(numbers: list[float]) -> float:
-    ordered = sorted(numbers)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
