@@ -59,6 +59,8 @@ template <class V> INLINE V power(V t) {
 // Newton's step in h that brings taken = r * mass to the mass, times slope/mass, in the power of the mass in which the
 // equation is straight (theory: the norm form); `headroom`, the h at which one key takes the mass; and beta. CONVEX: a step
 // from above stays above.
+// A prior comes as its logarithm. Where all of a row's are tiny, y is large: y and the prior's root meet before the
+// other root does, and a prior itself may be smaller than the smallest number.
 template <class R> struct Sparsemax {  // alpha = 2
   using V = Vec<R>;
   static constexpr bool PRICED = true, CONVEX = true;
@@ -66,9 +68,9 @@ template <class R> struct Sparsemax {  // alpha = 2
   template <int NV> Sparsemax(const Rows<R, NV> &) {}
   INLINE void at(int, V d, V &p, V &w) const { p = vmax(V{}, d), w = d > 0 ? all((R)1) : p; }  // p: 0 or NaN
   INLINE void times_prior(int n, V d, V log_prior, V &p, V &w) const {
-    const V prior = power(log_prior);
+    const V root = power((R)0.5 * log_prior);
     at(n, d, p, w);
-    p *= prior, w = d <= 0 ? V{} : w * prior;
+    p = p * root * root, w = d <= 0 ? V{} : w * root * root;
   }
   INLINE V rise(int, V r) const { return (R)1 - r; }
   INLINE V headroom(int, V mass) const { return mass; }  // y where p = mass
@@ -82,9 +84,8 @@ template <class R> struct Entmax {  // alpha = 1.5
   template <int NV> Entmax(const Rows<R, NV> &) {}
   INLINE void at(int, V d, V &p, V &w) const { w = vmax(V{}, d), p = w * w; }
   INLINE void times_prior(int n, V d, V log_prior, V &p, V &w) const {
-    const V prior = power(log_prior);
-    at(n, d, p, w);
-    p = w == 0 ? V{} : p * prior, w = w == 0 ? V{} : w * prior;
+    const V root = power((R)0.5 * log_prior), part = vmax(V{}, d) * root;  // p = part^2
+    p = d <= 0 ? V{} : part * part, w = d <= 0 ? V{} : part * root;
   }
   INLINE V rise(int, V r) const {
     const V f = vsqrt(r);

@@ -560,6 +560,21 @@ def test_links_few_keys_and_rows_without(link):
         Linked(link, qkv(8, Tq=sizes[0], Tk=sizes[1]), dict).check(gradients=False)
 
 
+@pytest.mark.parametrize("alpha", [1.5, 2.0, 1.7])
+def test_priors_below_the_smallest_number(alpha):
+    """Where a row's largest prior is 2^-60, one of 2^-130 still has its key in the support."""
+    q, k, v = qkv(7, H=2, Tq=30, Tk=40).values()
+    log_prior = -60 * math.log(2) - 70 * math.log(2) * (torch.arange(40) % 3 == 1)
+    problem = Transport(Tsallis(alpha), prior=Bias(log_prior))
+    request = regard.AuxRequest(support=True, mass=True)
+    _, found = regard.attention(q, k, v, problem=problem, return_aux=request, backend="native")
+    doubles = [t.double() for t in (q, k, v)]
+    exact = Transport(Tsallis(alpha), prior=Bias(log_prior.double()))
+    _, expected = regard.attention(*doubles, problem=exact, return_aux=request, backend="torch")
+    assert torch.equal(found.support.double(), expected.support)
+    torch.testing.assert_close(found.mass.double(), expected.mass, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize(
     "shape", [{"Tq": 150, "Tk": 180}, {"Tq": 3, "Tk": 2500}, {"Tq": 300, "Tk": 1100, "B": 1}], ids=str

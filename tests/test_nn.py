@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import regard
-from regard import KL, ALiBi, Causal, FDivergence, Rows, Transport, Tsallis
+from regard import KL, ALiBi, Causal, FDivergence, Rows, RowsAndColumns, Transport, Tsallis
+from regard.features import LinearAttention, Performer, ReLUFeatures
 from regard.nn import MultiheadAttention, Temperature, Transformer
 from regard.nn.transformer import Block
 from regard.nn.variants import VARIANTS, mask_to_zero, no_mask, no_scaling, no_shift, raw_dot_products, relu_features
@@ -164,6 +165,101 @@ def test_multihead_attention_says_what_is_wrong():
         MultiheadAttention(E, H, problem="softmax")
 
 
+# --- both marginals, and features -------------------------------------------------------------------------------------
+
+COLUMNS = Transport(marginal=RowsAndColumns(tolerance=1e-12))
+
+
+def test_multihead_attention_with_both_marginals():
+    _, ours = both(batch_first=True)
+    ours.problem = COLUMNS
+    found = inputs()
+    out, weights, grads, _ = gradients(ours, found, {"average_attn_weights": False})
+    torch.testing.assert_close(weights.sum(-1), torch.ones(B, H, T, dtype=torch.float64))
+    torch.testing.assert_close(weights.sum(-2), torch.full((B, H, S), T / S, dtype=torch.float64))
+    q, k, v = ours._projected(*found)
+    expected = regard.attention(q, k, v, problem=COLUMNS, backend="torch")
+    torch.testing.assert_close(out, ours.out_proj(expected.transpose(1, 2).flatten(2)))
+    assert all(g.isfinite().all() and g.abs().max() > 0 for g in grads)
+    with pytest.raises(ValueError, match="causal"):
+        ours(*[found[0]] * 3, is_causal=True)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_padding_takes_no_part_in_both_marginals(kind):
+    _, ours = both(batch_first=True)
+    ours.problem = COLUMNS
+    x, idle = torch.randn(B, T, E, dtype=torch.float64), torch.zeros(B, T, dtype=torch.bool)
+    idle[1, 3:] = True
+    mask = idle if kind == "bool" else torch.zeros(B, T, dtype=torch.float64).masked_fill(idle, -math.inf)
+    out, weights = ours(x, x, x, key_padding_mask=mask)
+    alone, _ = ours(x[1:, :3], x[1:, :3], x[1:, :3])
+    torch.testing.assert_close(out[1:, :3], alone)
+    assert (weights[1, 3:] == 0).all() and (weights[1, :, 3:] == 0).all()
+    # Cross-attention says nothing of its queries: all ship.
+    _, weights = ours(x, x.clone(), x, key_padding_mask=mask)
+    torch.testing.assert_close(weights[1].sum(0), torch.tensor([T / 3] * 3 + [0, 0], dtype=torch.float64))
+
+
+FEATURES = {
+    "linear": LinearAttention,
+    "relu": ReLUFeatures,
+    "performer": lambda: Performer(E // H, 16, generator=torch.Generator().manual_seed(0)),
+}
+FEATURE_CALLS = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "causal, by a mask": {"is_causal": True, "attn_mask": torch.ones(S, S, dtype=torch.bool).triu(1)},
+    "padding": {"key_padding_mask": padding},
+    "float padding": {"key_padding_mask": torch.zeros(B, S, dtype=torch.float64).masked_fill(padding, -math.inf)},
+}
+
+
+@pytest.mark.parametrize("call", FEATURE_CALLS.values(), ids=FEATURE_CALLS)
+@pytest.mark.parametrize("made", FEATURES.values(), ids=FEATURES)
+def test_multihead_attention_by_features(made, call):
+    _, ours = both(batch_first=True)
+    features = ours.problem = made().double()
+    x = torch.randn(B, S, E, dtype=torch.float64)
+    out, weights, grads, _ = gradients(ours, [x, x, x], {**call, "average_attn_weights": False})
+    q, k, v = ours._projected(x, x, x)
+    scale = math.sqrt(E // H) ** -1 if made is FEATURES["performer"] else None
+    phi = [features.features(t, scale) for t in (q, k)]
+    kernel = phi[0][0] @ (phi[1][0] if phi[1][1] is None else phi[1][0] * phi[1][1].exp()).mT
+    if call.get("is_causal"):
+        kernel = kernel.tril()
+    if "key_padding_mask" in call:
+        kernel = kernel.masked_fill(padding[:, None, None], 0.0)
+    plan = kernel / kernel.sum(-1, keepdim=True)
+    plan = plan.nan_to_num(0.0)  # a row that no ReLU sees
+    torch.testing.assert_close(weights, plan)
+    torch.testing.assert_close(out, ours.out_proj((plan @ v).transpose(1, 2).flatten(2)))
+    assert all(g.isfinite().all() for g in grads) and grads[2].abs().max() > 0
+
+
+def test_features_read_the_keys_that_were_added():
+    _, ours = both(batch_first=True, add_bias_kv=True, add_zero_attn=True)
+    ours.problem = LinearAttention()
+    found = inputs()
+    _, weights = ours(*found, key_padding_mask=padding)
+    assert weights.shape == (B, T, S + 2) and (weights[1, :, 4:S] == 0).all() and (weights[..., S:] > 0).all()
+    with pytest.raises(ValueError, match="is_causal: expected False for attention by features with add_bias_kv"):
+        ours(*found, is_causal=True)
+
+
+def test_attention_by_features_says_what_it_cannot():
+    x = torch.randn(B, T, E)
+    module = MultiheadAttention(E, H, batch_first=True, problem=LinearAttention())
+    with pytest.raises(ValueError, match="attn_mask: expected None for attention by features"):
+        module(x, x, x, attn_mask=torch.zeros(T, T))
+    with pytest.raises(ValueError, match="key_padding_mask: expected a bool mask, or one of 0 and -inf"):
+        module(x, x, x, key_padding_mask=torch.ones(B, T))
+    with pytest.raises(ValueError, match=r"key_padding_mask: expected shape \[2, 5\], got \[2, 4\]"):
+        module(x, x, x, key_padding_mask=torch.ones(B, T - 1, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"dropout: expected 0 for attention by features, which cannot drop, got 0.1"):
+        MultiheadAttention(E, H, dropout=0.1, problem=LinearAttention())
+
+
 def test_temperature():
     tau = Temperature(4)
     assert torch.equal(tau(), torch.ones(4, 1, 1)) and Temperature(2, init=3.0)()[1].item() == pytest.approx(3)
@@ -233,6 +329,38 @@ def test_any_problem_is_causal_and_learns(problem):
     assert all(p.grad is not None for p in model.parameters())
     problems = model.problems()
     assert (problems[0] is None) == (problem is None)
+
+
+@pytest.mark.parametrize("made", FEATURES.values(), ids=FEATURES)
+def test_features_are_causal_and_learn(made):
+    features = made() if made is not FEATURES["performer"] else Performer(8, 32)
+    model = small(problem=features)
+    assert leak(model) == 0
+    before = model.loss(tokens)
+    before.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+    assert model.loss(tokens) < before
+    copies = [m for m in model.modules() if isinstance(m, type(features))]
+    assert len(copies) == 2 and features not in copies
+
+
+def test_a_transformer_that_reads_both_ways():
+    model = small(problem=Transport(marginal=RowsAndColumns()), causal=False, init="unit")
+    x = tokens[:, :-1]
+    for q, k, v in model.heads(x):
+        aux = regard.attention(q, k, v, problem=model.problems()[0], return_aux=regard.AuxRequest(key_mass=True))[1]
+        torch.testing.assert_close(aux.key_mass, torch.ones_like(aux.key_mass), atol=1e-4, rtol=0)
+    assert leak(model) > 1e-4
+    model.loss(x, tokens[:, 1:]).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    with pytest.raises(ValueError, match="targets: expected a tensor for a model that is not causal"):
+        model.loss(tokens)
+    with pytest.raises(ValueError, match="causal: expected True to generate"):
+        model.generate(tokens, 1)
+    with pytest.raises(ValueError, match="causal"):  # the columns would read the future
+        small(problem=Transport(marginal=RowsAndColumns()))(x)
 
 
 def test_heads_are_what_attention_gets():

@@ -122,10 +122,18 @@ class Form:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors present, by slot; the log-priors are numbered."""
-        found = {n: t for n in SLOTS if (t := getattr(self, n)) is not None and isinstance(t, Tensor)}
+        fields = self.__dict__
+        found = {n: t for n in SLOTS if (t := fields[n]) is not None and isinstance(t, Tensor)}
         for n, bias in enumerate(self.log_priors):
             found[f"log_priors.{n}"] = bias
         return found
+
+    def requires_grad(self) -> bool:
+        """Whether a gradient of some tensor may be asked for."""
+        assert self.query is not None and self.key is not None and self.value is not None
+        if self.query.requires_grad or self.key.requires_grad or self.value.requires_grad:
+            return True
+        return any(tensor.requires_grad for tensor in self.tensors().values())
 
     @property
     def weighted(self) -> bool:

@@ -94,7 +94,7 @@ def attention(
     form = lower(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap, key_scale)
     statistics = requested(return_aux)
     names = ("out", *statistics)
-    columns, to_meet = _columns(problem), _budget(problem)
+    columns, to_meet = (None, None) if problem is None else (_columns(problem), _budget(problem))
 
     def compute(names: tuple[str, ...], backend: str = "auto") -> dict[str, Tensor]:
         if columns is None:

@@ -53,17 +53,16 @@ def run(backend: str, form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
             results = definition.differentiable(form, others)
             rest = tuple(name for name in names if name in DIFFERENTIABLE)
             return results | run(backend, form, rest) if rest else results
-    elif not torch.is_grad_enabled():
+    elif not torch.is_grad_enabled() or not form.requires_grad():
         return BACKENDS[backend].forward(form, names)
     tensors = form.tensors()
     if ahead or transformed:
         computed = _with_saved(backend, form, names)
         outputs = Attend.apply(form, tuple(tensors), computed, backend, *tensors.values())
-    elif any(t.requires_grad for t in tensors.values()):
-        alive = map(unwrap_if_dead, tensors.values())  # of those that left a transform
-        outputs = _apply_plainly(_skeleton(form), tuple(tensors), names, backend, *alive)
     else:
-        return BACKENDS[backend].forward(form, names)
+        alive = map(unwrap_if_dead, tensors.values())  # of those that left a transform
+        skeleton = form.with_tensors(dict.fromkeys(tensors))  # type: ignore[arg-type]
+        outputs = _apply_plainly(skeleton, tuple(tensors), names, backend, *alive)
     return dict(zip(names, outputs, strict=False))
 
 

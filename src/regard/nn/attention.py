@@ -1,7 +1,9 @@
-"""`MultiheadAttention`, as PyTorch's own but with any transport problem, and `Temperature`, one learned per head."""
+"""`MultiheadAttention`, as PyTorch's own but with any transport problem or features, and `Temperature`, one learned per
+head."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..features import Features
 from ..operator import attention
 from ..parts import describe
 from ..plan import solve
-from ..problem import Transport
+from ..problem import Documents, RowsAndColumns, Transport
 
 Problem = Transport | Callable[[], Transport] | None  # one that carries parameters is built anew in every forward
 
@@ -47,16 +50,20 @@ class MultiheadAttention(nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` (same arguments, same call, same state dict) whose heads solve `problem`.
 
     `problem` is a `Transport`, or a callable without arguments that builds one in every forward (a module with learned
-    parts is one; it becomes a submodule); None is softmax. The masks are PyTorch's: True in a bool mask *forbids*, a
-    float mask is added to the scores.
+    parts is one; it becomes a submodule); None is softmax. A module of `regard.features` takes the place of a problem:
+    causal or not, with padding, without other masks or dropout. The masks are PyTorch's: True in a bool mask *forbids*,
+    a float mask is added to the scores.
 
     What differs: `is_causal=True` needs no `attn_mask` (one that is given is taken to be the causal mask, and not
-    read); a query without any admissible key gets 0, not NaN; weights are returned as they were before dropout.
+    read); a query without any admissible key gets 0, not NaN; weights are returned as they were before dropout. With
+    `RowsAndColumns` in self-attention (`query` and `key` are one tensor), positions that are padding ship nothing.
     """
 
-    def __init__(self, *args: Any, problem: Problem = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, problem: Problem | Features = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_problem("problem", problem)
+        if isinstance(problem, Features) and self.dropout:
+            raise ValueError(f"dropout: expected 0 for attention by features, which cannot drop, got {self.dropout}")
         self.problem = problem
         # PyTorch's encoder layers would pass our forward by, computing softmax from the weights; this stops them.
         self._qkv_same_embed_dim = False
@@ -80,19 +87,24 @@ class MultiheadAttention(nn.MultiheadAttention):
                     f"{name}: expected shape [T, E], or [B, T, E] with batch_first, else [T, B, E], as query "
                     f"{list(query.shape)}; got {list(tensor.shape)}"
                 )
-        batched = query.dim() == 3
+        batched, alone = query.dim() == 3, query is key
         if not batched:
             query, key, value = (t[None] for t in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         elif not self.batch_first:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
         q, k, v = self._projected(query, key, value)  # [B, H, T, D]
-        mask, is_causal = self._mask(attn_mask, key_padding_mask, is_causal, q.shape[0], q.shape[2], k.shape[2])
-        problem = built(self.problem)
-        dropout = self.dropout if self.training else 0.0
-        out = attention(q, k, v, mask, dropout, is_causal, problem=problem)
+        if isinstance(self.problem, Features):
+            keep = self._keep(attn_mask, key_padding_mask, is_causal, q.shape[0], k.shape[2])
+            out, weights = self._by_features(self.problem, q, k, v, keep, is_causal, need_weights)
+        else:
+            mask, is_causal = self._mask(attn_mask, key_padding_mask, is_causal, q.shape[0], q.shape[2], k.shape[2])
+            problem = built(self.problem)
+            if alone and key_padding_mask is not None:
+                problem = self._without_idle(problem, key_padding_mask)
+            out = attention(q, k, v, mask, self.dropout if self.training else 0.0, is_causal, problem=problem)
+            weights = self._weights(q, k, mask, is_causal, problem) if need_weights else None
         out = self.out_proj(out.transpose(1, 2).flatten(2))  # [B, Tq, E]
-        weights = self._weights(q, k, mask, is_causal, problem) if need_weights else None
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
         if not batched:
@@ -157,3 +169,50 @@ class MultiheadAttention(nn.MultiheadAttention):
             future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
             scores = scores.masked_fill(future, -math.inf)
         return solve(scores, problem).weights
+
+    def _without_idle(self, problem: Transport | None, padding: Tensor) -> Transport | None:
+        """With both marginals, padding must not ship either: no query there."""
+        if problem is None or not isinstance(problem.marginal, RowsAndColumns):
+            return problem
+        added = (self.bias_k is not None) + bool(self.add_zero_attn)
+        idle = padding if padding.dtype == torch.bool else padding == -math.inf
+        real = Documents(-idle.long(), torch.zeros(padding.shape[1] + added, dtype=torch.long, device=padding.device))
+        return dataclasses.replace(problem, prior=real if problem.prior is None else problem.prior * real)
+
+    # --- by features --------------------------------------------------------------------------------------------------
+
+    def _keep(
+        self, attn_mask: Tensor | None, padding: Tensor | None, is_causal: bool, B: int, Tk: int
+    ) -> Tensor | None:
+        """PyTorch's masks as the one that features know: which keys may be read, [B, Tk]."""
+        added = (self.bias_k is not None) + bool(self.add_zero_attn)
+        if attn_mask is not None and not is_causal:
+            raise ValueError(
+                "attn_mask: expected None for attention by features, which knows is_causal and key_padding_mask alone, "
+                f"got {describe(attn_mask)}"
+            )
+        if added and is_causal:
+            raise ValueError(
+                "is_causal: expected False for attention by features with add_bias_kv or add_zero_attn, whose keys "
+                "stand behind all others, got True"
+            )
+        if padding is None:
+            return None
+        if list(padding.shape) != [B, Tk - added]:
+            raise ValueError(f"key_padding_mask: expected shape {[B, Tk - added]}, got {list(padding.shape)}")
+        idle = padding if padding.dtype == torch.bool else padding == -math.inf
+        if padding.dtype != torch.bool and not bool(((padding == 0) | idle).all()):
+            raise ValueError(
+                "key_padding_mask: expected a bool mask, or one of 0 and -inf, for attention by features, got others"
+            )
+        return ~F.pad(idle, (0, added))
+
+    def _by_features(
+        self, features: Features, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, is_causal: bool, weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output and, where wanted, the plan: what it makes of values that are the keys' own numbers, one-hot."""
+        out = features(q, k, v, is_causal, key_mask=keep)
+        if not weights:
+            return out, None
+        own = torch.eye(k.shape[2], dtype=v.dtype, device=v.device).expand(*k.shape[:2], -1, -1)
+        return out, features(q, k, own, is_causal, key_mask=keep)

@@ -1,4 +1,4 @@
-"""A decoder-only transformer to experiment with: the residual stream is written to by attention and by an MLP.
+"""A small transformer to experiment with: the residual stream is written to by attention and by an MLP.
 
     h ← h + O(attention(W_Q h', W_K h', W_V h')),   h ← h + MLP(h'),   h' = LayerNorm(h)
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..features import Features
 from ..operator import attention as solve_and_average
 from ..parts import describe
 from ..problem import Transport
@@ -27,13 +28,20 @@ Init = float | Literal["pytorch", "unit"]
 
 
 class SelfAttention(nn.Module):
-    """Heads that read the residual stream's past, with a problem or a function of their own."""
+    """Heads that read the residual stream (causal: its past), with a problem or a function of their own."""
 
     def __init__(
-        self, width: int, heads: int, problem: Problem, attention: Attention | None, qk_norm: bool, dropout: float
+        self,
+        width: int,
+        heads: int,
+        problem: Problem,
+        attention: Attention | None,
+        qk_norm: bool,
+        dropout: float,
+        causal: bool,
     ) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        self.heads, self.dropout, self.causal = heads, dropout, causal
         self.into = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
         # QK-norm: queries and keys of length √D, with a learned gain, so that scores cannot grow without it.
@@ -50,10 +58,10 @@ class SelfAttention(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         q, k, v = self.read(h)
         if self.attention is not None:
-            o = self.attention(q, k, v, True)
+            o = self.attention(q, k, v, self.causal)
         else:
             o = solve_and_average(
-                q, k, v, None, self.dropout if self.training else 0.0, True, problem=built(self.problem)
+                q, k, v, None, self.dropout if self.training else 0.0, self.causal, problem=built(self.problem)
             )
         return self.out(o.transpose(1, 2).flatten(2))
 
@@ -76,9 +84,10 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Predicts the next token at every position: tokens [B, T] -> logits [B, T, vocabulary].
 
-    `problem` is a `Transport`, or a function of the layer's number that gives that layer's: a `Transport`, or a
-    callable (a module, if it has parameters) that builds one in every forward. Or `attention`, a function or module
-    called with (query, key, value, is_causal); every layer gets its own copy of a module. Plans are made causal.
+    `problem` is a `Transport`, a module of `regard.features`, or a function of the layer's number that gives that
+    layer's: a `Transport`, or a callable (a module, if it has parameters) that builds one in every forward. Or
+    `attention`, a function or module called with (query, key, value, is_causal); every layer has its own copy of one.
+    Plans are made causal, unless `causal` is False: then positions read both ways, and `loss` wants targets.
 
     `positions` are learned, or None, for problems whose prior tells near from far. `init` is the standard deviation of
     all matrices (0.02; those that write to the stream get 1/√(2 layers) of it, as in GPT-2), "unit" (variance 1/fan-in:
@@ -99,7 +108,8 @@ class Transformer(nn.Module):
         tied: bool = True,
         init: Init = 0.02,
         qk_norm: bool = False,
-        problem: Transport | Callable[[int], Problem] | None = None,
+        causal: bool = True,
+        problem: Transport | Features | Callable[[int], Problem] | None = None,
         attention: Attention | None = None,
     ) -> None:
         super().__init__()
@@ -112,13 +122,17 @@ class Transformer(nn.Module):
         if positions not in ("learned", None):
             raise ValueError(f'positions: expected "learned" or None, got {describe(positions)}')
         check_problem("problem", problem)
+        if isinstance(problem, Features) and attention is None:
+            problem, attention = None, problem
         if attention is not None and not callable(attention):
             raise TypeError(f"attention: expected a function or module, got {describe(attention)}")
         if attention is not None and problem is not None:
             raise ValueError("attention: expected None with a problem, which says what the attention is; got both")
         if attention is not None and dropout:
             raise ValueError(f"dropout: expected 0 with an attention of your own, which cannot drop, got {dropout}")
-        self.length = length
+        if not isinstance(causal, bool):
+            raise TypeError(f"causal: expected a bool, got {describe(causal)}")
+        self.length, self.causal = length, causal
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(length, width) if positions == "learned" else None
         self.dropout = nn.Dropout(dropout)
@@ -127,7 +141,7 @@ class Transformer(nn.Module):
             own = problem(layer) if callable(problem) else problem
             check_problem(f"problem({layer})", own)
             attend = copy.deepcopy(attention) if isinstance(attention, nn.Module) else attention
-            blocks.append(Block(SelfAttention(width, heads, own, attend, qk_norm, dropout), width, dropout))
+            blocks.append(Block(SelfAttention(width, heads, own, attend, qk_norm, dropout, causal), width, dropout))
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(width)
         self.head = None if tied else nn.Linear(width, vocabulary, bias=False)
@@ -176,6 +190,8 @@ class Transformer(nn.Module):
         With targets [B, T], those are predicted from tokens [B, T]; where a target is negative nothing is asked.
         """
         if targets is None:
+            if not self.causal:
+                raise ValueError("targets: expected a tensor for a model that is not causal, and sees the next token")
             tokens, targets = tokens[:, :-1], tokens[:, 1:]
         return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten().clamp(min=-1), ignore_index=-1)
 
@@ -202,6 +218,8 @@ class Transformer(nn.Module):
         """
         if not 0 <= temperature < math.inf:
             raise ValueError(f"temperature: expected a finite number >= 0, got {describe(temperature)}")
+        if not self.causal:
+            raise ValueError("causal: expected True to generate: a model that reads both ways predicts no next token")
         for _ in range(count):
             logits = self(tokens[:, -self.length :])[:, -1]
             if temperature == 0:
