@@ -14,7 +14,7 @@ from test_lab import TEXT
 
 TINY = {
     "seeds": 1, "steps": 2, "every": 2, "warmup": 1, "batch": 2, "length": 8, "layers": 1, "heads": 1, "width": 8,
-    "evaluate": 2, "sizes": [8], "depths": [1], "pairs": 2, "symbols": 4, "digits": 1, "prefixes": 2, "prompts": 2,
+    "evaluate": 2, "sizes": [8], "depths": [1], "pairs": 2, "symbols": 8, "digits": 1, "prefixes": 2, "prompts": 2,
     "characters": 10, "lengths": [8], "turns": 1, "turn_steps": 1, "draws": 10, "models": ["own"],
 }  # fmt: skip
 SETTINGS = {  # what differs in the tensors it makes; every other experiment has all its settings run

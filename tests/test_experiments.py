@@ -15,6 +15,7 @@ from regard.lab.experiments import (
     NAMES,
     baseline,
     load,
+    matching,
     normalizer,
     priors,
     recall,
@@ -523,6 +524,45 @@ def test_temperatures_that_a_verdict_compares_are_needed(name, given, message):
     with pytest.raises(Refused, match=message):
         configured(load(name), True, {"temperatures": given})
     assert configured(load("sampling"), True, {"temperatures": "[1.5, 0.5, 1]"})["temperatures"] == [1.5, 0.5, 1]
+
+
+def check_matching(found: Outcomes) -> None:
+    for setting in found.settings:
+        assert 0 <= found.values(setting, "accuracy")[0] <= 1
+    assert len(found.settings) == 2 * len(matching.RULES)
+
+
+def test_matching_tasks_are_a_permutation_and_a_hub():
+    config, generator = load("matching").full, torch.Generator().manual_seed(0)
+    symbols, length = config["symbols"], config["length"]
+    tokens, targets = matching.sorting(50, config, generator)
+    for row, asked in zip(tokens.tolist(), targets.tolist(), strict=True):
+        assert len(set(row)) == length and asked == sorted(row) and max(row) < symbols
+    tokens, targets = matching.telling(50, config, generator)
+    for row, asked in zip(tokens.tolist(), targets.tolist(), strict=True):
+        (told,) = (t for t in row if t >= symbols)
+        assert asked == [told - symbols] * length and max(row) < 2 * symbols
+    with pytest.raises(Refused, match="--set symbols: expected at least length=16, got 8"):
+        configured(load("matching"), False, {"symbols": "8"})
+
+
+def test_matching_can_go_either_way():
+    def results(sorts, tells):
+        near = (-0.001, 0.0, 0.001)
+        return {
+            f"{task}: {rule}": [{"accuracy": mean + e, "seconds": 1.0} for e in near]
+            for task, means in (("sorting", sorts), ("telling", tells))
+            for rule, mean in zip(matching.RULES, means, strict=True)
+        }
+
+    found = made_up("matching", results((0.5, 0.98, 0.97, 0.5), (0.99, 0.99, 0.1, 0.1)))
+    assert only(found, "rows alone (softmax)") == MEASURED and only(found, "rows alone (entmax-1.5)") == REFUTED
+    assert only(found, "Where all must read one key") == MEASURED
+    assert only(found, "A few normalisations", "sorting") == REFUTED
+    assert only(found, "A few normalisations", "telling") == MEASURED
+    found = made_up("matching", results((0.5, 0.5, 0.6, 0.5), (0.99, 0.99, 0.99, 0.5)))
+    assert only(found, "rows alone (softmax)") == NOT_SIGNIFICANT  # Sinkhorn did not learn either
+    assert only(found, "Where all must read one key") == REFUTED
 
 
 def check_recall(found: Outcomes) -> None:

@@ -223,6 +223,23 @@ def test_gradient_of_everything(how, backend):
     assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
 
 
+@by_backend
+@pytest.mark.parametrize("tau", [1.0, 0.1])
+def test_gradient_is_as_good_as_the_tolerance(backend, tau):
+    """A caller who tolerates more gets a gradient in about that, and sooner."""
+
+    def gradient(tolerance):
+        q, k, v = (draw(1, 2, 24, 8, seed=n, dtype=torch.float32, grad=True) for n in range(3))
+        problem = Transport(marginal=RowsAndColumns(tolerance=tolerance), temperature=tau)
+        out = regard.attention(q, k, v, problem=problem, backend=backend)
+        (out * draw(*out.shape, seed=5, dtype=torch.float32)).sum().backward()
+        return torch.cat([t.grad.flatten() for t in (q, k, v)])
+
+    best = gradient(1e-6)
+    off = [float((gradient(tolerance) - best).norm() / best.norm()) for tolerance in (1e-3, 1e-4)]
+    assert 1e-7 < off[0] < 0.05 and off[1] < 0.005
+
+
 def test_gradient_of_the_prices():
     scores = draw(4, 5, grad=True)
     for marginal in (tight(), tight(relax=0.7)):

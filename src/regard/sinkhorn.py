@@ -41,6 +41,7 @@ _FACTOR = 3.0  # from one temperature to the next on the way down
 _WARM = 0.03  # the residual that is good enough on the way
 _PATIENCE = 50  # iterations in float32 that do not halve a residual are enough of it
 _STILL = 200  # iterations that do not bring a residual down by a hundredth (or a fourth of all allowed) are the last
+_TOLERANCE = RowsAndColumns.tolerance  # the default: a caller who tolerates more has a gradient in a tenth of that
 _PEAKED = 0.5  # of log n: plans of less entropy are approached from larger temperatures
 NEEDED = ("lse", "entropy", "support")  # the statistics that the solver's own passes ask of a backend
 
@@ -505,7 +506,7 @@ class Solver:
 
     # The linear system of the gradient
 
-    def pull(self, gamma: Tensor, rhs: Tensor, wide: bool, limit: int) -> Tensor:
+    def pull(self, gamma: Tensor, rhs: Tensor, wide: bool, limit: int, tolerated: float) -> Tensor:
         """x = M^-1 rhs, by conjugate gradients."""
         marginals = self.marginals
         phi, received = self.sweep(gamma, wide)
@@ -532,6 +533,7 @@ class Solver:
         first = rz.clone()
         narrow = self.form.dtype != torch.float64
         tolerance = (1e-9 if wide else 1e-6) if narrow else 1e-13
+        tolerance = max(tolerance, (tolerated - _TOLERANCE) / 10)
         for _ in range(limit):
             going = rz > tolerance**2 * first
             if not bool(going.any()):
@@ -580,7 +582,7 @@ def _mix(moves: Tensor, changes: Tensor, step: Tensor, weight: Tensor) -> Tensor
 
 
 class Prices(torch.autograd.Function):
-    """apply(form without tensors, slots, backend, limit, found, marginals, row, column, kappa, *tensors) -> gamma; the
+    """apply(form without tensors, slots, backend, limits, found, marginals, row, column, kappa, *tensors) -> gamma; the
     marginals' own tensors are given again, where autograd sees them."""
 
     @staticmethod
@@ -589,7 +591,7 @@ class Prices(torch.autograd.Function):
         form: Form,
         slots: tuple,
         backend: str,
-        limit: int,
+        limits: tuple[int, float],  # steps and tolerance
         found: Found,
         marginals: Marginals,
         row: Tensor,
@@ -597,7 +599,7 @@ class Prices(torch.autograd.Function):
         kappa: Tensor,
         *tensors: Tensor,
     ) -> Tensor:
-        ctx.form, ctx.slots, ctx.backend, ctx.limit = form, slots, backend, limit
+        ctx.form, ctx.slots, ctx.backend, ctx.limits = form, slots, backend, limits
         ctx.wide, ctx.groups, ctx.complete = found.wide, marginals.groups, marginals.complete
         gamma = found.gamma.clone()
         ctx.save_for_backward(gamma, row, column, kappa, *tensors)
@@ -612,7 +614,7 @@ class Prices(torch.autograd.Function):
         marginals = Marginals(leaves[0], leaves[1], leaves[2], ctx.groups, ctx.complete)
         form = ctx.form.with_tensors(dict(zip(ctx.slots, leaves[3:], strict=True)))
         solver = Solver(ctx.backend, form, marginals)
-        x = solver.pull(gamma, grad, ctx.wide, ctx.limit)
+        x = solver.pull(gamma, grad, ctx.wide, *ctx.limits)
         with torch.enable_grad():
             rows = one_sided(widened(form) if ctx.wide else form, gamma, marginals.live)
             rows = dataclasses.replace(rows, value=per_head(rows, x))
@@ -656,8 +658,8 @@ def reduce(backend: str, form: Form, settings: RowsAndColumns) -> Solved:
         narrow = _bare(form)
         slots = {n: t for n, t in narrow.tensors().items() if n not in ("value", "row_mass", "column_mass", "level")}
         gamma: Tensor = Prices.apply(  # type: ignore[assignment]
-            ops._skeleton(narrow), tuple(slots), backend, settings.max_iterations, found, marginals.detached(),
-            marginals.row, marginals.column, marginals.kappa, *slots.values(),
+            ops._skeleton(narrow), tuple(slots), backend, (settings.max_iterations, settings.tolerance), found,
+            marginals.detached(), marginals.row, marginals.column, marginals.kappa, *slots.values(),
         )  # fmt: skip
         if marginals.balanced:  # the value is there already; this is for the derivative of the prices themselves
             gamma = marginals.level(gamma, marginals.column)

@@ -12,6 +12,7 @@ NAMES = (
     "normalizer",
     "temperature",
     "recall",
+    "matching",
     "sampling",
     "masking",
     "sharpness",
