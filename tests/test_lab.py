@@ -1,5 +1,6 @@
 """The lab: verdicts from numbers, runs that reproduce and resume bit for bit, the page, and the command."""
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -471,6 +472,49 @@ def test_two_processes_train_as_one(tmp_path):
     for name, processes in {"one": 1, "two": 2, "accelerated": 2}.items():
         versions = json.loads((tmp_path / name / "masking-quick" / "versions.json").read_text())
         assert versions["processes"] == processes and versions["device"] == "cpu"
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="looks for processes in /proc")
+def test_workers_end_with_the_first_process(tmp_path):
+    """Killed, it can tell nobody: the workers write their checkpoints and end, and the same command goes on."""
+    order = [
+        sys.executable,
+        "-m",
+        "regard",
+        "lab",
+        "run",
+        "masking",
+        "--quick",
+        "--workers",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
+    first = subprocess.Popen([*order, "--set", "steps=100000", "--set", "every=10"], stderr=subprocess.DEVNULL)
+
+    def workers():
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                own = f"PPid:\t{first.pid}\n" in (process / "status").read_text()
+                if own and "spawn_main" in (process / "cmdline").read_text():
+                    found.append(process)
+        return found
+
+    def wait_for(done):
+        for _ in range(600):
+            if done():
+                return
+            time.sleep(0.1)
+        pytest.fail("waited for a minute")
+
+    wait_for(lambda: len(list(tmp_path.glob("masking-quick/cells/*/0/metrics.jsonl"))) == 2)
+    mine = workers()
+    assert len(mine) == 2
+    first.kill()
+    first.wait()
+    wait_for(lambda: not any(process.exists() for process in mine))
+    assert len(list(tmp_path.glob("masking-quick/cells/*/0/checkpoint.safetensors"))) == 2
 
 
 def test_workers_give_the_same_cells(tmp_path):

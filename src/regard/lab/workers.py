@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from typing import Any
@@ -13,21 +15,34 @@ import torch
 from .runner import Run, Stopped
 
 _given: dict[str, Any] = {}  # what a worker was started with
+_busy = threading.Lock()
 
 
 def _begin(run: Run, stop: Any, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process says when to stop
     torch.set_num_threads(threads)
     _given.update(run=run, stop=stop)
+    threading.Thread(target=_end_with_the_first, daemon=True).start()
+
+
+def _end_with_the_first() -> None:
+    """A first process that was killed tells nobody: its workers write their checkpoints and end by themselves."""
+    first = multiprocessing.parent_process()
+    assert first is not None
+    first.join()
+    _given["stop"].set()
+    with _busy:
+        os._exit(1)
 
 
 def _measure(setting: str, seed: int) -> bool:
     """Whether the cell was finished."""
-    try:
-        _given["run"].measure(setting, seed, stopping=_given["stop"].is_set)
-    except Stopped:
-        return False
-    return True
+    with _busy:
+        try:
+            _given["run"].measure(setting, seed, stopping=_given["stop"].is_set)
+        except Stopped:
+            return False
+        return True
 
 
 def measure_all(
