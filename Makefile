@@ -16,7 +16,7 @@ instrumented = .venv/bin/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=
 # $(call under,name): the environment in which that engine is tested
 under = OMP_NUM_THREADS=2 REGARD_ENGINE=$$(ls $(CURDIR)/build/$(1)/_native*.so) \
   LD_PRELOAD="$$($(CXX) -print-file-name=lib$(if $(filter address,$(1)),a,t)san.so) $$($(CXX) -print-file-name=libstdc++.so)"
-KERNELS := $(PY) -m pytest -q -x --capture=no -p no:cacheprovider tests/test_native.py
+KERNELS := $(PY) -m pytest -q -x --capture=no -p no:cacheprovider tests/test_native.py tests/test_features_native.py
 
 .PHONY: help demo tour test fuzz sanitize bench bench-full bench-models lint format docs lock clean
 .DELETE_ON_ERROR:

@@ -279,16 +279,13 @@ def test_rubbish_in_unread_keys_stays_out(kind):
     case = Case(tensors, lambda: call)
     clean = case.run("native")
     for name in ("k", "v"):
-        for rubbish in (math.nan, math.inf):
+        for rubbish in (math.nan, math.inf, 1e4, -1e25):
             spoilt = dict(tensors)
             spoilt[name] = tensors[name].clone()
             spoilt[name][:, :, unread] = rubbish
             found = Case(spoilt, lambda: call).run("native")
             for n, value in found.items():
-                if n == "value_spread":  # measured from another centre
-                    assert torch.allclose(value, clean[n], atol=1e-4), rubbish
-                else:
-                    assert torch.equal(value, clean[n]), (n, rubbish)
+                assert torch.equal(value, clean[n]), (n, rubbish)
 
 
 def test_rows_without_keys():
@@ -599,16 +596,13 @@ def test_links_rubbish_in_unread_keys_stays_out(link, T):
     for call in ({"attn_mask": ~unread}, {"attn_mask": torch.where(unread, -math.inf, 0.5).expand(30, T)}):
         clean = Linked(link, tensors, lambda call=call: call).run("native")
         for name in ("k", "v"):
-            for rubbish in (math.nan, math.inf):
+            for rubbish in (math.nan, math.inf, 1e4, -1e25):
                 spoilt = dict(tensors)
                 spoilt[name] = tensors[name].clone()
                 spoilt[name][:, :, unread] = rubbish
                 found = Linked(link, spoilt, lambda call=call: call).run("native")
                 for n, value in found.items():
-                    if n == "value_spread":  # measured from another centre
-                        assert error(value, clean[n].double()) < 1e-4, rubbish
-                    else:
-                        assert torch.equal(value, clean[n]), (n, rubbish)
+                    assert torch.equal(value, clean[n]), (n, rubbish)
 
 
 @pytest.mark.parametrize("T", [60, 1000])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import struct
 import warnings
 from functools import cache
@@ -273,9 +274,30 @@ def _centred_squares(form: Form) -> tuple[Tensor, Tensor]:
     """A point amid the values [B, Hkv, 1, Dv], and each key's squared distance to it [B, Hkv, 1, Tk]."""
     assert form.value is not None
     value = form.value.detach().to(form.dtype)
-    value = torch.where(value.isfinite(), value, 0.0)  # keys that nobody reads may hold anything
-    centre = value.mean(2, keepdim=True) if value.shape[2] else value.sum(2, keepdim=True)
-    return centre, ((value - centre) ** 2).sum(-1)[:, :, None].contiguous()
+    read = _readable(form) & value.isfinite()  # keys that nobody reads may hold anything
+    count = read.sum(2, keepdim=True).clamp(min=1)
+    centre = torch.where(read, value / count, 0.0).sum(2, keepdim=True)
+    squares = torch.where(value.isfinite(), value - centre, 0.0).square().sum(-1)
+    return centre, squares.clamp(max=torch.finfo(form.dtype).max)[:, :, None].contiguous()
+
+
+def _readable(form: Form) -> Tensor:
+    """The keys that somebody may read, as each part of the problem says for itself: [B|1, Hkv|1, Tk, 1]."""
+    assert form.key is not None
+    heads, (_, _, Tq, Tk) = form.key.shape[1], form.shape
+    position = torch.arange(Tk)[:, None] - form.offset
+    read = torch.ones(1, 1, Tk, 1, dtype=torch.bool)
+    if form.left is not None:
+        read = read & (position >= -form.left)
+    if form.right is not None:
+        read = read & (position < Tq + form.right)
+    for tensor in (form.mask, form.score_bias, *form.log_priors):
+        if tensor is not None:
+            keys = (tensor if tensor.dtype == torch.bool else tensor > -math.inf).any(2)
+            if keys.shape[1] > heads:
+                keys = keys.unflatten(1, (heads, -1)).any(2)
+            read = read & keys[..., None]
+    return read if form.key_ids is None else read & (form.key_ids >= 0).mT
 
 
 def backward(
