@@ -1,9 +1,13 @@
-"""Rows of results: as a Markdown table while they come, as CSV for machines, as a plot of ratios against length."""
+"""Rows of results: as a Markdown table while they come, as CSV for machines, as a plot of ratios against length.
+
+python benchmarks/report.py README.md docs/speed.md     # put the last run's goals where these pages show them
+"""
 
 from __future__ import annotations
 
 import csv
 import math
+import sys
 from dataclasses import asdict, dataclass, fields
 from html import escape
 from pathlib import Path
@@ -106,6 +110,64 @@ def write(rows: list[Row], machine: dict[str, str], folder: Path) -> list[Path]:
     return [table, page, plot]
 
 
+# --- the goals alone --------------------------------------------------------------------------------------------------
+
+GOALS = "| case | kind | T | against | times as fast [10 %, 90 %] | goal | |"
+
+
+def read(table: Path) -> list[Row]:
+    """The rows that `write` wrote."""
+    kinds = {f.name: str(f.type) for f in fields(Row)}
+
+    def value(name: str, text: str) -> object:
+        if kinds[name] == "str":
+            return text
+        return int(text) if kinds[name] == "int" else float(text) if text else None
+
+    with table.open(newline="") as file:
+        return [Row(**{n: value(n, text) for n, text in r.items() if n in kinds}) for r in csv.DictReader(file)]  # type: ignore[arg-type]
+
+
+def goals(rows: list[Row]) -> str:
+    """Every row that has a goal, as README shows it."""
+    lines, density = [GOALS, "|---|---|---|---|---|---|---|"], None
+    for row in rows:
+        density = row.density if row.who == "regard" else density
+        if not row.verdict:
+            continue
+        case = {"call": "call, no gradient", "call, recorded": "call, gradient recorded (the forward alone)"}.get(
+            row.case, row.case
+        )
+        case = case.replace("entmax15", "entmax 1.5")
+        if row.who in ("SDPA", "eager", "regard causal"):
+            found = f"**{_number(row.ratio)}** [{_number(row.ratio_low)}, {_number(row.ratio_high)}]"  # type: ignore[arg-type]
+            case += "" if density is None else f", {density:.1%} of keys".replace("%", " %")
+            case += ", bf16" if row.dtype == "bfloat16" else ""
+            case += f", D = {row.D}" if row.D != 64 else ""
+        elif row.case.startswith("call"):
+            found = row.note.replace(" us a call", " µs")
+        elif row.extra_mib is not None:
+            found = f"{row.extra_mib:.0f} MiB"
+        else:
+            found = row.note.replace("% of the read bandwidth, float32", " %").replace(
+                "% of the read bandwidth, bfloat16", " %, bf16"
+            )
+        against = {"regard": "", "eager": "`entmax` package, eager"}.get(row.who, row.who)
+        goal = row.target.replace(">=", "≥").replace("<=", "≤").replace(" us", " µs")
+        missed = "not reached" if row.verdict == "not reached" else ""
+        lines.append(f"| {case} | {row.kind} | {row.T} | {against} | {found} | {goal} | {missed} |")
+    return "\n".join(lines) + "\n"
+
+
+def put_goals(table: str, page: Path) -> None:
+    """The page with this table of goals in place of its own."""
+    before, _, rest = page.read_text().partition(GOALS)
+    if not rest:
+        raise SystemExit(f"{page}: expected a table that begins with {GOALS!r}")
+    after = rest.split("\n\n", 1)[1]
+    page.write_text(f"{before}{table}\n{after}")
+
+
 # --- the plot ---------------------------------------------------------------------------------------------------------
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 330, 220, 46, 34, 28  # of a panel, and its margins
@@ -177,3 +239,10 @@ def _panel(title: str, lines: dict[str, list[Row]], peers: list[str]) -> list[st
             )
             parts.append(f'<circle cx="{at}" cy="{y(r.ratio):.1f}" r="2.5" fill="{colour}"/>')
     return parts
+
+
+if __name__ == "__main__":
+    found = goals(read(Path(__file__).parent / "results" / "results.csv"))
+    for name in sys.argv[1:]:
+        put_goals(found, Path(name))
+    print(found)

@@ -104,6 +104,28 @@ def test_results_are_written(tmp_path):
     assert len(tree.findall(".//{http://www.w3.org/2000/svg}circle")) == 2
 
 
+def test_goals_go_into_a_page(tmp_path):
+    own = report.Row("entmax15, forward", "regard", "causal", 4096, D=64, density=0.0101)
+    peer = report.Row("entmax15, forward", "SDPA", "causal", 4096, D=64)
+    peer.ratios(measure.Spread.of([1.5] * 3))
+    peer.judge(">= 2", False)
+    memory = report.Row("memory, forward", "regard", "causal", 65536, extra_mib=17.2)
+    memory.judge("< 64 MiB", True)
+    table, _, _ = report.write([own, peer, memory], {"cpu": "one"}, tmp_path)
+    assert report.read(table) == [own, peer, memory]
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n\n{report.GOALS}\n|---|\n| old |\n\nafter\n")
+    report.put_goals(report.goals(report.read(table)), page)
+    assert page.read_text() == (
+        f"before\n\n{report.GOALS}\n|---|---|---|---|---|---|---|\n"
+        "| entmax 1.5, forward, 1.0 % of keys | causal | 4096 | SDPA | **1.50** [1.50, 1.50] | ≥ 2 | not reached |\n"
+        "| memory, forward | causal | 65536 |  | 17 MiB | < 64 MiB |  |\n\nafter\n"
+    )
+    (tmp_path / "empty.md").write_text("nothing")
+    with pytest.raises(SystemExit, match="expected a table that begins with"):
+        report.put_goals("", tmp_path / "empty.md")
+
+
 def test_the_cost_of_inspection_is_judged_by_rounds():
     times = {"sdpa": [1.0, 2.0, 4.0], "with statistics": [1.1, 2.2, 8.0]}
     stock, watched = inspection.rows_of("case", 64, times, "sdpa")

@@ -375,12 +375,14 @@ def lower_problem(
     is_causal: bool = False,
 ) -> Form:
     """The problem's own part of the form, for a plan of shape [*lead, Tq, Tk] (lead ends with the heads)."""
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal: expected a bool, got {describe(is_causal)}")
     if problem is None:
+        if not is_causal:  # nothing to look at
+            return Form()
         problem = _SOFTMAX
     if not isinstance(problem, Transport):
         raise TypeError(f"problem: expected a Transport, got {describe(problem)}")
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal: expected a bool, got {describe(is_causal)}")
     form = Form()
 
     def row(name: str, value: Scalar, per_head: bool = True) -> Scalar:

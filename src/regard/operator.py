@@ -93,25 +93,25 @@ def attention(
         )  # fmt: skip
     form = lower(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap, key_scale)
     statistics = requested(return_aux)
-    names = ("out", *statistics)
-    columns, to_meet = (None, None) if problem is None else (_columns(problem), _budget(problem))
-
-    def compute(names: tuple[str, ...], backend: str = "auto") -> dict[str, Tensor]:
-        if columns is None:
-            return run(form, names, backend, to_meet)
-        return sinkhorn.run(_choose_rows(form, names, backend)[0], form, names, columns)
-
-    results = compute(names, backend)
+    results = _compute(form, problem, ("out", *statistics), backend)
     assert form.query is not None
     out = results["out"]
     for observe in observers:
-        observe(form, compute, out)
+        observe(form, lambda names: _compute(form, problem, names, "auto"), out)
     if out.dtype != form.query.dtype:  # which autocast may have changed
         out = out.to(form.query.dtype)
     out = _unfold(out, query, key, value)
     if return_aux is None:
         return out
     return out, AuxOutput(**{name: _unfold(results[name], query, key, value) for name in statistics})
+
+
+def _compute(form: Form, problem: Transport | None, names: tuple[str, ...], backend: str) -> dict[str, Tensor]:
+    """Output and statistics: what meets the columns and what meets a budget are solvers of their own."""
+    columns = _columns(problem)
+    if columns is None:
+        return run(form, names, backend, _budget(problem))
+    return sinkhorn.run(_choose_rows(form, names, backend)[0], form, names, columns)
 
 
 def run(form: Form, names: tuple[str, ...], backend: str = "auto", to_meet: Budget | None = None) -> dict[str, Tensor]:

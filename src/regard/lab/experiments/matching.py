@@ -154,12 +154,12 @@ EXPERIMENT = Experiment(
     "plan that answers is a permutation, and to tell one marked letter at every place, where all queries want one key.",
     quick={
         "seeds": 1, "steps": 12, "every": 6, "warmup": 3, "rate": 3e-3, "batch": 16, "layers": 1, "heads": 2,
-        "width": 32, "length": 6, "symbols": 12, "decay": 0.1, "evaluate": 64, "tolerance": 1e-3, "iterations": 50,
+        "width": 32, "length": 6, "symbols": 12, "decay": 0.1, "evaluate": 64, "tolerance": 1e-2, "iterations": 50,
         "rules": RULES,
     },
     full={
-        "seeds": 3, "steps": 1000, "every": 100, "warmup": 50, "rate": 3e-3, "batch": 32, "layers": 1, "heads": 4,
-        "width": 64, "length": 16, "symbols": 64, "decay": 0.01, "evaluate": 512, "tolerance": 1e-3, "iterations": 200,
+        "seeds": 3, "steps": 800, "every": 80, "warmup": 50, "rate": 3e-3, "batch": 32, "layers": 1, "heads": 4,
+        "width": 64, "length": 16, "symbols": 64, "decay": 0.01, "evaluate": 512, "tolerance": 1e-2, "iterations": 100,
         "rules": RULES,
     },
     settings=settings,
