@@ -159,13 +159,15 @@ def goals(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def put_goals(table: str, page: Path) -> None:
-    """The page with this table of goals in place of its own."""
+def with_goals(table: str, page: Path) -> str:
+    """The page's text with this table of goals in place of its own, which has no more rows."""
     before, _, rest = page.read_text().partition(GOALS)
     if not rest:
         raise SystemExit(f"{page}: expected a table that begins with {GOALS!r}")
-    after = rest.split("\n\n", 1)[1]
-    page.write_text(f"{before}{table}\n{after}")
+    old, _, after = rest.partition("\n\n")
+    if len(old.strip().splitlines()) > len(table.strip().splitlines()) - 1:
+        raise SystemExit(f"{page}: its table has more rows than the last run: run the benchmarks whole")
+    return f"{before}{table}\n{after}" if after else f"{before}{table}"
 
 
 # --- the plot ---------------------------------------------------------------------------------------------------------
@@ -243,6 +245,7 @@ def _panel(title: str, lines: dict[str, list[Row]], peers: list[str]) -> list[st
 
 if __name__ == "__main__":
     found = goals(read(Path(__file__).parent / "results" / "results.csv"))
-    for name in sys.argv[1:]:
-        put_goals(found, Path(name))
+    pages = {Path(name): with_goals(found, Path(name)) for name in sys.argv[1:]}
+    for path, text in pages.items():
+        path.write_text(text)
     print(found)

@@ -55,12 +55,18 @@ template <class V> INLINE V power(V t) {
   return vexp2((V)(-vmax(V{} - (decltype(t[0] + 0))most, -t)));
 }
 
+// The root of a prior, which comes as its logarithm; its square is finite.
+template <class V> INLINE V root_of(V log_prior) {
+  using R = decltype(log_prior[0] + 0);
+  return power((V)(-vmax(V{} - (R)(sizeof(R) == 4 ? 63.5 : 511.5), (R)-0.5 * log_prior)));
+}
+
 // Each link: `at` gives p and w (without the prior) at x + h. Those whose price is to be found (PRICED) have also `rise`,
 // Newton's step in h that brings taken = r * mass to the mass, times slope/mass, in the power of the mass in which the
 // equation is straight (theory: the norm form); `headroom`, the h at which one key takes the mass; and beta. CONVEX: a step
 // from above stays above.
-// A prior comes as its logarithm. Where all of a row's are tiny, y is large: y and the prior's root meet before the
-// other root does, and a prior itself may be smaller than the smallest number.
+// Where all of a row's priors are tiny, y is large: y meets one root of the prior before it meets the other, and a prior
+// itself may be smaller than the smallest number.
 template <class R> struct Sparsemax {  // alpha = 2
   using V = Vec<R>;
   static constexpr bool PRICED = true, CONVEX = true;
@@ -68,7 +74,7 @@ template <class R> struct Sparsemax {  // alpha = 2
   template <int NV> Sparsemax(const Rows<R, NV> &) {}
   INLINE void at(int, V d, V &p, V &w) const { p = vmax(V{}, d), w = d > 0 ? all((R)1) : p; }  // p: 0 or NaN
   INLINE void times_prior(int n, V d, V log_prior, V &p, V &w) const {
-    const V root = power((R)0.5 * log_prior);
+    const V root = root_of(log_prior);
     at(n, d, p, w);
     p = p * root * root, w = d <= 0 ? V{} : w * root * root;
   }
@@ -84,7 +90,7 @@ template <class R> struct Entmax {  // alpha = 1.5
   template <int NV> Entmax(const Rows<R, NV> &) {}
   INLINE void at(int, V d, V &p, V &w) const { w = vmax(V{}, d), p = w * w; }
   INLINE void times_prior(int n, V d, V log_prior, V &p, V &w) const {
-    const V root = power((R)0.5 * log_prior), part = vmax(V{}, d) * root;  // p = part^2
+    const V root = root_of(log_prior), part = vmax(V{}, d) * root;  // p = part^2
     p = d <= 0 ? V{} : part * part, w = d <= 0 ? V{} : part * root;
   }
   INLINE V rise(int, V r) const {

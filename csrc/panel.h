@@ -272,15 +272,17 @@ bool enlist(Sheet<R, NV> &s, const Ledger<R, NV> &ledger, int64_t first, int64_t
   using Bits = std::conditional_t<(N > 8), uint16_t, uint8_t>;  // of one vector
   constexpr int64_t BITS = 8 * sizeof(Bits), VECTORS = PANEL_KEYS * NV;
   Bits found[VECTORS + 64 / BITS] = {};
-  V bound[NV];  // above -inf, so that no key that may not be read is found; a row that has a NaN wants no more
-  for (int n = 0; n < NV; ++n)
-    bound[n] = ledger.best[n] == ledger.best[n] ? vmax(all(LOWEST<R>), ledger.best[n]) : all(INF<R>);
+  V bound[NV];  // above -inf, so that no key that may not be read is found
+  Mask<R> number[NV];
+  for (int n = 0; n < NV; ++n) {
+    bound[n] = vmax(all(LOWEST<R>), ledger.best[n]), number[n] = ledger.best[n] == ledger.best[n];
+  }
   const R *x = s.x + at * L;
   for (int64_t j = 0; j < keys; ++j)
 #pragma GCC unroll 4
     for (int n = 0; n < NV; ++n) {
-      // Not below: NaN is found, too. (At a large score the bound may be rounded up to the best key itself.)
-      found[j * NV + n] = (Bits)lanes_of((Mask<R>)~(load(x + j * L + n * N) < bound[n]));
+      // Not below: one NaN is found, which is the row's. (At a large score the bound may be rounded up to the best key.)
+      found[j * NV + n] = (Bits)lanes_of((Mask<R>)(~(load(x + j * L + n * N) < bound[n]) & number[n]));
     }
   for (int64_t v = 0; v < keys * NV; v += 64 / BITS) {
     uint64_t bits;

@@ -115,15 +115,20 @@ def test_goals_go_into_a_page(tmp_path):
     assert report.read(table) == [own, peer, memory]
     page = tmp_path / "page.md"
     page.write_text(f"before\n\n{report.GOALS}\n|---|\n| old |\n\nafter\n")
-    report.put_goals(report.goals(report.read(table)), page)
-    assert page.read_text() == (
+    found = report.goals(report.read(table))
+    assert report.with_goals(found, page) == (
         f"before\n\n{report.GOALS}\n|---|---|---|---|---|---|---|\n"
         "| entmax 1.5, forward, 1.0 % of keys | causal | 4096 | SDPA | **1.50** [1.50, 1.50] | ≥ 2 | not reached |\n"
         "| memory, forward | causal | 65536 |  | 17 MiB | < 64 MiB |  |\n\nafter\n"
     )
-    (tmp_path / "empty.md").write_text("nothing")
+    page.write_text(f"{report.GOALS}\n|---|\n| old |\n")
+    assert report.with_goals(found, page) == found
+    page.write_text(f"{report.GOALS}\n|---|\n" + "| old |\n" * 3)
+    with pytest.raises(SystemExit, match="more rows than the last run"):
+        report.with_goals(found, page)
+    page.write_text("nothing")
     with pytest.raises(SystemExit, match="expected a table that begins with"):
-        report.put_goals("", tmp_path / "empty.md")
+        report.with_goals(found, page)
 
 
 def test_the_cost_of_inspection_is_judged_by_rounds():

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import regard
 from regard import KL, ALiBi, Causal, FDivergence, Rows, RowsAndColumns, Transport, Tsallis
@@ -201,6 +202,21 @@ def test_padding_takes_no_part_in_both_marginals(kind):
     torch.testing.assert_close(weights[1].sum(0), torch.tensor([T / 3] * 3 + [0, 0], dtype=torch.float64))
 
 
+def test_checkpointing_keeps_padding_out():
+    """It hands one tensor on as three, of the same memory."""
+    module = MultiheadAttention(E, H, batch_first=True, problem=COLUMNS).double()
+    x, idle = torch.randn(B, T, E, dtype=torch.float64), torch.zeros(B, T, dtype=torch.bool)
+    idle[1, 3:] = True
+    found = []
+    for again in (False, True):
+        y = x.clone().requires_grad_()
+        call = lambda *given: module(*given, key_padding_mask=idle, need_weights=False)[0]  # noqa: E731
+        out = checkpoint(call, y, y, y, use_reentrant=True) if again else call(y, y, y)
+        out.square().sum().backward()
+        found.append(y.grad)
+    torch.testing.assert_close(*found)
+
+
 FEATURES = {
     "linear": LinearAttention,
     "relu": ReLUFeatures,
@@ -235,6 +251,16 @@ def test_multihead_attention_by_features(made, call):
     torch.testing.assert_close(weights, plan)
     torch.testing.assert_close(out, ours.out_proj((plan @ v).transpose(1, 2).flatten(2)))
     assert all(g.isfinite().all() for g in grads) and grads[2].abs().max() > 0
+
+
+def test_weights_are_of_the_same_draw():
+    _, ours = both(batch_first=True)
+    ours.problem = Performer(E // H, 16, redraw_interval=1).double()
+    x = torch.randn(B, S, E, dtype=torch.float64)
+    for _ in range(2):
+        out, weights = ours(x, x, x, average_attn_weights=False)
+        expected = (weights @ ours._projected(x, x, x)[2]).transpose(1, 2).flatten(2)
+        torch.testing.assert_close(out, ours.out_proj(expected))
 
 
 def test_features_read_the_keys_that_were_added():
@@ -344,6 +370,10 @@ def test_features_are_causal_and_learn(made):
     assert model.loss(tokens) < before
     copies = [m for m in model.modules() if isinstance(m, type(features))]
     assert len(copies) == 2 and features not in copies
+    mixed = small(problem=lambda layer: made() if layer == 0 and made is not FEATURES["performer"] else None)
+    assert leak(mixed) == 0
+    with pytest.raises(ValueError, match="dropout: expected 0 with an attention of your own"):
+        small(problem=lambda layer: LinearAttention(), dropout=0.1)
 
 
 def test_a_transformer_that_reads_both_ways():

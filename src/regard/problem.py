@@ -73,7 +73,8 @@ class RowsAndColumns(Marginal):
 
     The rows are met exactly. The columns are, to `tolerance`: no more than that share of a document's mass is in a
     wrong column; after `max_iterations` a warning tells what is, or with `strict` an error. The gradient is that of the
-    solution (implicit differentiation). `iterations=n` instead stops after n normalisations - rows, columns, rows, ...
+    solution (implicit differentiation), solved to rounding, or where more than 1e-6 is tolerated, to a tenth of that.
+    `iterations=n` instead stops after n normalisations - rows, columns, rows, ...
     rows, so n is odd; 1 is softmax, 3 or 5 is Sinkformer's setting - and its gradient is that of those n steps.
 
     Causal priors, and masks that are causal, are refused: what a key receives from later queries would tell earlier

@@ -41,7 +41,8 @@ _FACTOR = 3.0  # from one temperature to the next on the way down
 _WARM = 0.03  # the residual that is good enough on the way
 _PATIENCE = 50  # iterations in float32 that do not halve a residual are enough of it
 _STILL = 200  # iterations that do not bring a residual down by a hundredth (or a fourth of all allowed) are the last
-_TOLERANCE = RowsAndColumns.tolerance  # the default: a caller who tolerates more has a gradient in a tenth of that
+_TOLERANCE = RowsAndColumns.tolerance  # the default: a caller who tolerates more has the gradient solved to a tenth of
+_COARSEST = 1e-3  # that, but no worse than this
 _PEAKED = 0.5  # of log n: plans of less entropy are approached from larger temperatures
 NEEDED = ("lse", "entropy", "support")  # the statistics that the solver's own passes ask of a backend
 
@@ -533,7 +534,7 @@ class Solver:
         first = rz.clone()
         narrow = self.form.dtype != torch.float64
         tolerance = (1e-9 if wide else 1e-6) if narrow else 1e-13
-        tolerance = max(tolerance, (tolerated - _TOLERANCE) / 10)
+        tolerance = max(tolerance, min(_COARSEST, (tolerated - _TOLERANCE) / 10))
         for _ in range(limit):
             going = rz > tolerance**2 * first
             if not bool(going.any()):
@@ -550,7 +551,7 @@ class Solver:
             p = torch.where(going, z + following / torch.where(rz > 0, rz, 1.0) * p, p)
             rz = torch.where(going, following, rz)
         off = float((rz / torch.where(first > 0, first, 1.0)).clamp(min=0).sqrt().max()) if rz.numel() else 0.0
-        if off > 100 * tolerance:
+        if off > min(100 * tolerance, 10 * _COARSEST):
             warnings.warn(
                 f"RowsAndColumns: the gradient's linear system was left at a relative residual of {off:.1e} "
                 f"(expected {tolerance:.0e}): its solution at this temperature is nearly singular",

@@ -31,6 +31,13 @@ def check_problem(name: str, problem: object) -> None:
         raise TypeError(f"{name}: expected a Transport, a callable that builds one, or None, got {describe(problem)}")
 
 
+def _same(query: Tensor, key: Tensor) -> bool:
+    """Whether a sequence reads itself. Checkpointing hands one tensor on as several, of the same memory."""
+    if query is key or torch.compiler.is_compiling() or query.shape != key.shape:
+        return query is key
+    return query.stride() == key.stride() and query.dtype == key.dtype and query.data_ptr() == key.data_ptr()
+
+
 class Temperature(nn.Module):
     """A positive temperature for each head, learned through its logarithm: `Transport(temperature=temperature())`."""
 
@@ -56,7 +63,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     What differs: `is_causal=True` needs no `attn_mask` (one that is given is taken to be the causal mask, and not
     read); a query without any admissible key gets 0, not NaN; weights are returned as they were before dropout. With
-    `RowsAndColumns` in self-attention (`query` and `key` are one tensor), positions that are padding ship nothing.
+    `RowsAndColumns` in self-attention (`query` and `key` are one tensor, or views of the same numbers), positions that
+    are padding ship nothing. Weights take T x T numbers, by features too: `need_weights=False` where they are many.
     """
 
     def __init__(self, *args: Any, problem: Problem | Features = None, **kwargs: Any) -> None:
@@ -87,7 +95,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                     f"{name}: expected shape [T, E], or [B, T, E] with batch_first, else [T, B, E], as query "
                     f"{list(query.shape)}; got {list(tensor.shape)}"
                 )
-        batched, alone = query.dim() == 3, query is key
+        batched, alone = query.dim() == 3, _same(query, key)
         if not batched:
             query, key, value = (t[None] for t in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
@@ -210,9 +218,10 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _by_features(
         self, features: Features, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, is_causal: bool, weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Output and, where wanted, the plan: what it makes of values that are the keys' own numbers, one-hot."""
-        out = features(q, k, v, is_causal, key_mask=keep)
+        """Output and, where wanted, the plan: what it makes of values that are the keys' own numbers, one-hot. In one
+        call, since features may be drawn anew in each."""
         if not weights:
-            return out, None
+            return features(q, k, v, is_causal, key_mask=keep), None
         own = torch.eye(k.shape[2], dtype=v.dtype, device=v.device).expand(*k.shape[:2], -1, -1)
-        return out, features(q, k, own, is_causal, key_mask=keep)
+        both = features(q, k, torch.cat([v, own], -1), is_causal, key_mask=keep)
+        return both[..., : v.shape[3]], both[..., v.shape[3] :]

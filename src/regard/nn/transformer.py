@@ -85,7 +85,7 @@ class Transformer(nn.Module):
     """Predicts the next token at every position: tokens [B, T] -> logits [B, T, vocabulary].
 
     `problem` is a `Transport`, a module of `regard.features`, or a function of the layer's number that gives that
-    layer's: a `Transport`, or a callable (a module, if it has parameters) that builds one in every forward. Or
+    layer's: one of these, or a callable (a module, if it has parameters) that builds a `Transport` in every forward. Or
     `attention`, a function or module called with (query, key, value, is_causal); every layer has its own copy of one.
     Plans are made causal, unless `causal` is False: then positions read both ways, and `loss` wants targets.
 
@@ -109,7 +109,7 @@ class Transformer(nn.Module):
         init: Init = 0.02,
         qk_norm: bool = False,
         causal: bool = True,
-        problem: Transport | Features | Callable[[int], Problem] | None = None,
+        problem: Transport | Features | Callable[[int], Problem | Features] | None = None,
         attention: Attention | None = None,
     ) -> None:
         super().__init__()
@@ -128,8 +128,6 @@ class Transformer(nn.Module):
             raise TypeError(f"attention: expected a function or module, got {describe(attention)}")
         if attention is not None and problem is not None:
             raise ValueError("attention: expected None with a problem, which says what the attention is; got both")
-        if attention is not None and dropout:
-            raise ValueError(f"dropout: expected 0 with an attention of your own, which cannot drop, got {dropout}")
         if not isinstance(causal, bool):
             raise TypeError(f"causal: expected a bool, got {describe(causal)}")
         self.length, self.causal = length, causal
@@ -141,6 +139,10 @@ class Transformer(nn.Module):
             own = problem(layer) if callable(problem) else problem
             check_problem(f"problem({layer})", own)
             attend = copy.deepcopy(attention) if isinstance(attention, nn.Module) else attention
+            if isinstance(own, Features):
+                own, attend = None, own
+            if attend is not None and dropout:
+                raise ValueError(f"dropout: expected 0 with an attention of your own, which cannot drop, got {dropout}")
             blocks.append(Block(SelfAttention(width, heads, own, attend, qk_norm, dropout, causal), width, dropout))
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(width)

@@ -10,7 +10,7 @@ import torch
 from ...nn import Transformer
 from ...problem import RowsAndColumns, Transport
 from ...regularizers import Tsallis
-from ..judging import Interval, differences, interval, judge, withhold
+from ..judging import Interval, Judged, differences, interval, judge, withhold
 from ..runner import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Refused, Series, Table
 from ..training import Batch, Training, train
 from .recall import accuracy
@@ -52,9 +52,7 @@ def problem_named(rule: str, config: Config) -> Transport:
 
 def settings(config: Config) -> list[str]:
     if config["symbols"] < config["length"]:
-        raise Refused(
-            f"symbols: expected at least length={config['length']} different numbers, got {config['symbols']}"
-        )
+        raise Refused(f"--set symbols: expected at least length={config['length']}, got {config['symbols']}")
     return [f"{task}: {rule}" for task in TASKS for rule in config["rules"]]
 
 
@@ -80,44 +78,22 @@ def conclude(outcomes: Outcomes) -> Conclusion:
     def gap(task: str, more: str, less: str) -> Interval:
         return differences(*(outcomes.values(f"{task}: {rule}", "accuracy") for rule in (more, less)))
 
-    def learned(task: str, rule: str) -> bool:
-        return interval(outcomes.values(f"{task}: {rule}", "accuracy")).mean > SOLVED
+    def judged(claim: str, source: str, task: str, more: str, less: str, claimed: tuple[float, float]) -> Judged:
+        what = f"{task}: accuracy of {more} minus that of {less}, in points of 1"
+        found = judge(claim, source, what, gap(task, more, less), claimed, same=claimed[0] < 0)
+        if any(interval(outcomes.values(f"{task}: {rule}", "accuracy")).mean > SOLVED for rule in (more, less)):
+            return found
+        return withhold(found, "Neither of the two learned the task: it tells nothing.")
 
-    what = "accuracy of {} minus that of {}, in points of 1"
-    verdicts = []
-    for rule in ("softmax", "entmax-1.5"):
-        if {rule, "Sinkhorn"} <= set(rules):
-            found = judge(
-                f"One layer with both marginals sorts; with rows alone ({rule}) it does worse",
-                SORTS,
-                f"sorting: {what.format('Sinkhorn', rule)}",
-                gap("sorting", "Sinkhorn", rule),
-                (NEAR, math.inf),
-            )
-            why = "Sinkhorn attention itself did not learn to sort."
-            verdicts.append(found if learned("sorting", "Sinkhorn") else withhold(found, why))
-    if {"softmax", "Sinkhorn"} <= set(rules):
-        found = judge(
-            "Where all must read one key, columns that share stand in the way",
-            HUB,
-            f"telling: {what.format('softmax', 'Sinkhorn')}",
-            gap("telling", "softmax", "Sinkhorn"),
-            (NEAR, math.inf),
-        )
-        why = "Softmax itself did not learn to tell."
-        verdicts.append(found if learned("telling", "softmax") else withhold(found, why))
-    if {"Sinkhorn", "Sinkhorn, 3 steps"} <= set(rules):
-        verdicts += [
-            judge(
-                "A few normalisations do what convergence does",
-                SINKFORMER,
-                f"{task}: {what.format('three steps', 'convergence')}",
-                gap(task, "Sinkhorn, 3 steps", "Sinkhorn"),
-                (-NEAR, NEAR),
-                same=True,
-            )
-            for task in TASKS
-        ]
+    sorts = "One layer with both marginals sorts; with rows alone ({}) it does worse"
+    hub = "Where all must read one key, columns that share stand in the way"
+    few = "A few normalisations do what convergence does"
+    claims = [
+        *((sorts.format(rule), SORTS, "sorting", "Sinkhorn", rule, (NEAR, math.inf)) for rule in RULES[:2]),
+        (hub, HUB, "telling", "softmax", "Sinkhorn", (NEAR, math.inf)),
+        *((few, SINKFORMER, task, "Sinkhorn, 3 steps", "Sinkhorn", (-NEAR, NEAR)) for task in TASKS),
+    ]
+    verdicts = [judged(*claim) for claim in claims if {claim[3], claim[4]} <= set(rules)]
     rows = [
         [
             rule,
