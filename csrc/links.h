@@ -63,8 +63,8 @@ template <class V> INLINE V root_of(V log_prior) {
 
 // Each link: `at` gives p and w (without the prior) at x + h. Those whose price is to be found (PRICED) have also `rise`,
 // Newton's step in h that brings taken = r * mass to the mass, times slope/mass, in the power of the mass in which the
-// equation is straight (theory: the norm form); `headroom`, the h at which one key takes the mass; and beta. CONVEX: a step
-// from above stays above.
+// equation is straight (theory: the norm form); `headroom`, the h at which one key takes the mass; beta; and `inside`,
+// whether a key has weight (which may be too small for a number). CONVEX: a step from above stays above.
 // Where all of a row's priors are tiny, y is large: y meets one root of the prior before it meets the other, and a prior
 // itself may be smaller than the smallest number.
 template <class R> struct Sparsemax {  // alpha = 2
@@ -72,6 +72,7 @@ template <class R> struct Sparsemax {  // alpha = 2
   static constexpr bool PRICED = true, CONVEX = true;
   static constexpr R ORIGIN = 0;
   template <int NV> Sparsemax(const Rows<R, NV> &) {}
+  INLINE Mask<R> inside(V d) const { return d > 0; }
   INLINE void at(int, V d, V &p, V &w) const { p = vmax(V{}, d), w = d > 0 ? all((R)1) : p; }  // p: 0 or NaN
   INLINE void times_prior(int n, V d, V log_prior, V &p, V &w) const {
     const V root = root_of(log_prior);
@@ -88,6 +89,7 @@ template <class R> struct Entmax {  // alpha = 1.5
   static constexpr bool PRICED = true, CONVEX = true;
   static constexpr R ORIGIN = 0;
   template <int NV> Entmax(const Rows<R, NV> &) {}
+  INLINE Mask<R> inside(V d) const { return d > 0; }
   INLINE void at(int, V d, V &p, V &w) const { w = vmax(V{}, d), p = w * w; }
   INLINE void times_prior(int n, V d, V log_prior, V &p, V &w) const {
     const V root = root_of(log_prior), part = vmax(V{}, d) * root;  // p = part^2

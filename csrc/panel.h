@@ -383,9 +383,11 @@ void weigh_link(const Problem &p, const Asked &want, const Rows<R, NV> &rows, co
           if (want.tilt_log) ledger.wlog[n] += w * log_p;
         }
         if (want.log_prior) ledger.log_prior[n] += q > 0 ? q * load(prior + at) : V{};
+        if constexpr (Link::PRICED)
+          if (want.support) ledger.support[n] -= __builtin_convertvector(link.inside(d + h), V);
       }
     };
-    if (prior || want.moments || want.energy || want.soft || want.entropy)
+    if (prior || want.moments || want.energy || want.soft || want.entropy || want.support)
       weigh_keys(Count<false>());
     else
       weigh_keys(Count<true>());
@@ -394,8 +396,6 @@ void weigh_link(const Problem &p, const Asked &want, const Rows<R, NV> &rows, co
       for (int64_t j = 0; j < keys; ++j) ledger.collision[n] += load(x + j * L + n * N) * load(x + j * L + n * N);
     if (want.top)
       for (int64_t j = 0; j < keys; ++j) ledger.heaviest[n] = vmax(ledger.heaviest[n], load(x + j * L + n * N));
-    if (want.support)
-      for (int64_t j = 0; j < keys; ++j) ledger.support[n] -= __builtin_convertvector(load(x + j * L + n * N) > 0, V);
     if (want.first && keys) {  // lists are in order of the keys
       for (int i = 0; i < N; ++i)
         if (index ? index[n * N + i] == 0 : first == 0) ledger.first[n][i] = x[n * N + i];
