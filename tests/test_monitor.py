@@ -567,7 +567,7 @@ def test_a_sudden_fall_of_the_loss_is_no_collapse():
 @given(st.integers(0, 10**6), st.floats(1e-3, 0.3), st.floats(0.5, 0.999))
 def test_a_healthy_series_raises_no_alarm(seed, noise, decay):
     generator = torch.Generator().manual_seed(seed)
-    draws = (noise * torch.randn(300, generator=generator)).tolist()
+    draws = (noise * (2 * torch.rand(300, generator=generator) - 1)).tolist()  # normal ones may be six deviations off
     watch = Watch()
     for step in range(300):
         assert watch.logged(step, loss=2 + 3 * decay**step + draws[step], grad_norm=1 + abs(draws[step])) == []
