@@ -135,6 +135,7 @@ def flex(case: Case) -> Attention:
 
     mask = None
     if case.kind != "full":
+        _room_for(8 * case.queries * case.T, "FlexAttention's making of the block mask")  # it counts in 64 bits
         left = case.T if case.kind == "causal" else WINDOW - 1
         mask = create_block_mask(
             lambda b, h, i, j: (j <= i) & (j >= i - left), None, None, case.queries, case.T, device="cpu"

@@ -232,11 +232,15 @@ def main() -> int:
         for n, (title, step) in enumerate(plan, 1):
             if sys.stderr.isatty():
                 print(f"\r[{n}/{len(plan)}] {title} ...\033[K", end="", file=sys.stderr, flush=True)
-            for row in step():
-                rows.append(row)
-                if sys.stderr.isatty():
-                    print("\r\033[K", end="", file=sys.stderr, flush=True)
-                print(report.line(row), flush=True)
+            try:
+                for row in step():
+                    rows.append(row)
+                    if sys.stderr.isatty():
+                        print("\r\033[K", end="", file=sys.stderr, flush=True)
+                    print(report.line(row), flush=True)
+            except Exception as error:  # an hour's work is not lost for one case
+                bench.wrong.append(f"{title}: {type(error).__name__}: {error}")
+                print(f"FAILED: {bench.wrong[-1]}", flush=True)
     except KeyboardInterrupt:
         interrupted = True
         print("\nstopped: what was measured is kept", file=sys.stderr)
