@@ -226,13 +226,14 @@ def _panel(title: str, lines: dict[str, list[Row]], peers: list[str]) -> list[st
         colour = "#888" if power == 0 else "#ddd"
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - 20}" y1="{at:.1f}" y2="{at:.1f}" stroke="{colour}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{2.0**power:g}</text>')
-    marks = lengths[:: max(1, len(lengths) // 5)]
+    marks = lengths[:: -(-len(lengths) // 5)]
     parts += [f'<text x="{x(T):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{T}</text>' for T in marks]
     for who, rows in lines.items():
         colour = COLOURS[peers.index(who) % len(COLOURS)]
         rows = sorted(rows, key=lambda r: r.T)
         path = " ".join(f"{x(r.T):.1f},{y(r.ratio):.1f}" for r in rows if r.ratio)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        if len({r.T for r in rows}) == len(rows):  # else several densities of one length
+            parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         for r in rows:
             assert r.ratio and r.ratio_low and r.ratio_high
             at = f"{x(r.T):.1f}"
