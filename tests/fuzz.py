@@ -275,16 +275,6 @@ def check(seed: int) -> str | None:
         rounded = half and (name == "out" or name in ("grad q", "grad k", "grad v"))
         bound = 4 * error(plain[name], truth[name]) + (torch.finfo(problem.dtype).eps if rounded else floor)
         share = 1.0
-        if name.startswith("grad") and problem.dtype != torch.float64:
-            # Each pair's rounding adds to a gradient that is their sum: like noise, but the pairs of a row share a
-            # centre, and its error is theirs, all to one side.
-            leaf = problem.leaves[name.removeprefix("grad ")]
-            pairs = problem.B * problem.H * problem.Tq * problem.Tk
-            if name in ("grad q", "grad k", "grad v"):
-                bound = bound + floor * math.sqrt(pairs * leaf.shape[-1] / max(1, leaf.numel())) / 10
-            else:
-                rows = max(1.0, pairs / max(1, leaf.numel() * problem.Tk))
-                bound = bound + floor * problem.Tk * math.sqrt(rows) / 5
         if problem.Tk > 512 and name in ("score_variance", "cost", "kl", "value_spread"):
             bound = bound + 5 * floor  # differences of sums, taken key after key
         if problem.family == "tsallis" and problem.dtype != torch.float64:

@@ -61,8 +61,7 @@ def run(backend: str, form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
         outputs = Attend.apply(form, tuple(tensors), computed, backend, *tensors.values())
     else:
         alive = map(unwrap_if_dead, tensors.values())  # of those that left a transform
-        skeleton = form.with_tensors(dict.fromkeys(tensors))  # type: ignore[arg-type]
-        outputs = _apply_plainly(skeleton, tuple(tensors), names, backend, *alive)
+        outputs = _apply_plainly(_skeleton(form, tensors), tuple(tensors), names, backend, *alive)
     return dict(zip(names, outputs, strict=False))
 
 
@@ -287,9 +286,9 @@ def _tangent(dual: Tensor) -> Tensor:
     return torch.zeros_like(primal) if tangent is None else tangent
 
 
-def _skeleton(form: Form) -> Form:
+def _skeleton(form: Form, tensors: dict[str, Tensor] | None = None) -> Form:
     """The form without its tensors (log-priors keep their number), so that a context does not hold them twice."""
-    return form.with_tensors(dict.fromkeys(form.tensors()))  # type: ignore[arg-type]
+    return form.with_tensors(dict.fromkeys(form.tensors() if tensors is None else tensors))  # type: ignore[arg-type]
 
 
 def _logical_batch(slots: tuple, dims: tuple, tensors: tuple) -> int:

@@ -38,6 +38,11 @@ def _same(query: Tensor, key: Tensor) -> bool:
     return query.stride() == key.stride() and query.dtype == key.dtype and query.data_ptr() == key.data_ptr()
 
 
+def _idle(padding: Tensor) -> Tensor:
+    """Where a key_padding_mask of either kind forbids."""
+    return padding if padding.dtype == torch.bool else padding == -math.inf
+
+
 class Temperature(nn.Module):
     """A positive temperature for each head, learned through its logarithm: `Transport(temperature=temperature())`."""
 
@@ -119,6 +124,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             return out[0], None if weights is None else weights[0]
         return out if self.batch_first else out.transpose(0, 1), weights
 
+    def _added(self) -> int:
+        """How many keys stand behind those that were given."""
+        return (self.bias_k is not None) + bool(self.add_zero_attn)
+
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values by head; bias_k and a key of zeros stand last, if there are any."""
         if self.in_proj_weight is not None:
@@ -139,7 +148,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         self, attn_mask: Tensor | None, padding: Tensor | None, is_causal: bool, B: int, Tq: int, Tk: int
     ) -> tuple[Tensor | None, bool]:
         """PyTorch's masks as one of `attention`'s (bool: True keeps), and whether the plan is also causal."""
-        added = (self.bias_k is not None) + bool(self.add_zero_attn)
+        added = self._added()
         keys = Tk - added
         masks = []
         if is_causal and added:  # every query may read what was added: no causal prior says so
@@ -182,9 +191,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         """With both marginals, padding must not ship either: no query there."""
         if problem is None or not isinstance(problem.marginal, RowsAndColumns):
             return problem
-        added = (self.bias_k is not None) + bool(self.add_zero_attn)
-        idle = padding if padding.dtype == torch.bool else padding == -math.inf
-        real = Documents(-idle.long(), torch.zeros(padding.shape[1] + added, dtype=torch.long, device=padding.device))
+        keys = padding.shape[1] + self._added()
+        real = Documents(-_idle(padding).long(), torch.zeros(keys, dtype=torch.long, device=padding.device))
         return dataclasses.replace(problem, prior=real if problem.prior is None else problem.prior * real)
 
     # --- by features --------------------------------------------------------------------------------------------------
@@ -193,7 +201,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         self, attn_mask: Tensor | None, padding: Tensor | None, is_causal: bool, B: int, Tk: int
     ) -> Tensor | None:
         """PyTorch's masks as the one that features know: which keys may be read, [B, Tk]."""
-        added = (self.bias_k is not None) + bool(self.add_zero_attn)
+        added = self._added()
         if attn_mask is not None and not is_causal:
             raise ValueError(
                 "attn_mask: expected None for attention by features, which knows is_causal and key_padding_mask alone, "
@@ -208,7 +216,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             return None
         if list(padding.shape) != [B, Tk - added]:
             raise ValueError(f"key_padding_mask: expected shape {[B, Tk - added]}, got {list(padding.shape)}")
-        idle = padding if padding.dtype == torch.bool else padding == -math.inf
+        idle = _idle(padding)
         if padding.dtype != torch.bool and not bool(((padding == 0) | idle).all()):
             raise ValueError(
                 "key_padding_mask: expected a bool mask, or one of 0 and -inf, for attention by features, got others"

@@ -11,9 +11,9 @@ from ...nn import Transformer
 from ...problem import RowsAndColumns, Transport
 from ...regularizers import Tsallis
 from ..judging import Interval, Judged, differences, interval, judge, withhold
-from ..runner import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Refused, Series, Table
+from ..runner import Cell, Conclusion, Config, Experiment, Outcomes, Refused
 from ..training import Batch, Training, train
-from .recall import accuracy
+from .recall import accuracies, accuracy
 
 SORTS = "ours; Cuturi, Teboul and Vert 2019: sorting is transport on a line"
 HUB = "ours, docs/sinkhorn.md: no key can be a hub"
@@ -94,30 +94,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
         *((few, SINKFORMER, task, "Sinkhorn, 3 steps", "Sinkhorn", (-NEAR, NEAR)) for task in TASKS),
     ]
     verdicts = [judged(*claim) for claim in claims if {claim[3], claim[4]} <= set(rules)]
-    rows = [
-        [
-            rule,
-            *(interval(outcomes.values(f"{task}: {rule}", "accuracy")).brief() for task in TASKS),
-            interval(outcomes.values(f"sorting: {rule}", "seconds")).brief(),
-        ]
-        for rule in rules
-    ]
-    figures = [
-        Figure(
-            f"{task.capitalize()}: accuracy while training",
-            "step",
-            "accuracy",
-            [outcomes.curve(f"{task}: {rule}", "accuracy", rule) for rule in rules],
-        )
-        for task in TASKS
-    ]
-    spread = [
-        Series(rule, [], [x for task in TASKS for x in outcomes.values(f"{task}: {rule}", "accuracy")])
-        for rule in rules
-    ]
-    figures.append(Figure("Both tasks, all seeds", "accuracy", "", spread, kind="dots", reference=1.0))
-    head = ["rule", *TASKS, "seconds to train, sorting"]
-    return Conclusion(verdicts, [Table("Accuracy at the end", head, rows)], figures)
+    return Conclusion(verdicts, *accuracies(outcomes, list(TASKS), "Both tasks, all seeds"))
 
 
 RULES = ["softmax", "entmax-1.5", "Sinkhorn", "Sinkhorn, 3 steps"]

@@ -120,9 +120,17 @@ def conclude(outcomes: Outcomes) -> Conclusion:
         for task in TASKS
         if "ReLU, normalised" in rules
     ]
-    rows = [
-        [rule, *(interval(outcomes.values(f"{task}: {rule}", "accuracy")).brief() for task in TASKS)] for rule in rules
-    ]
+    return Conclusion(verdicts, *accuracies(outcomes, list(TASKS), "All tasks and seeds"))
+
+
+def accuracies(outcomes: Outcomes, tasks: list[str], title: str) -> tuple[list[Table], list[Figure]]:
+    """Every rule's accuracy at every task: at the end, while training, and of all seeds at once."""
+    rules = outcomes.config["rules"]
+
+    def found(task: str, rule: str) -> list[float]:
+        return outcomes.values(f"{task}: {rule}", "accuracy")
+
+    rows = [[rule, *(interval(found(task, rule)).brief() for task in tasks)] for rule in rules]
     figures = [
         Figure(
             f"{task.capitalize()}: accuracy while training",
@@ -130,14 +138,11 @@ def conclude(outcomes: Outcomes) -> Conclusion:
             "accuracy",
             [outcomes.curve(f"{task}: {rule}", "accuracy", rule) for rule in rules],
         )
-        for task in TASKS
+        for task in tasks
     ]
-    spread = [
-        Series(rule, [], [x for task in TASKS for x in outcomes.values(f"{task}: {rule}", "accuracy")])
-        for rule in rules
-    ]
-    figures.append(Figure("All tasks and seeds", "accuracy", "", spread, kind="dots", reference=1.0))
-    return Conclusion(verdicts, [Table("Accuracy at the end", ["rule", *TASKS], rows)], figures)
+    spread = [Series(rule, [], [x for task in tasks for x in found(task, rule)]) for rule in rules]
+    figures.append(Figure(title, "accuracy", "", spread, kind="dots", reference=1.0))
+    return [Table("Accuracy at the end", ["rule", *tasks], rows)], figures
 
 
 RULES = ["softmax", "entmax-1.5", "ReLU, normalised", *LINEAR]
