@@ -12,13 +12,13 @@
 #pragma once
 #include "forward.h"
 #include "links.h"
+#include "lists.h"
 
 namespace {
 
 constexpr int64_t BACK_KEYS = 96;    // keys per block
+constexpr int64_t WINDOW_KEYS = 256;  // keys at least that a row's list is read for at a time
 constexpr int64_t BATCH_ROWS = 960;  // rows per batch: their transposes stay in the second-level cache
-
-template <class R> constexpr int64_t padded(int64_t D) { return (D + Simd<R>::N - 1) / Simd<R>::N * Simd<R>::N; }
 
 // A block of rows in the backward pass.
 template <class R> struct BackRows {
@@ -31,9 +31,11 @@ template <class R> struct BackRows {
   V sum_g[NV], sum_gs[NV], sum_gd[NV], sum_ps[NV], sum_pd[NV], sum_gp[NV], sum_ga[NV];
   R dot[L];
   bool idle;  // some row has no key
-  const R *keys, *x;          // the rows' lists, if they were kept (lists.h)
+  ListedKeys keys;            // the rows' lists, if they were kept (lists.h)
+  const R *x;
   int64_t next[L], end[L];  // in them: the first key not yet visited, and where the list ends
-  R *qt, *dot_t, *q, *d_out, *dqt, *dq;  // Q^T, dO^T, scale/tau Q, dO, dQ^T; not KL: what single pairs give to dQ
+  R *qt, *dot_t, *q, *d_out, *dqt;  // Q^T (rows with lists: Q), dO^T, scale/tau Q, dO, dQ^T
+  R *dq;                            // not KL: what single pairs give to dQ
 };
 
 template <class R> struct BackPanels {
@@ -91,7 +93,11 @@ template <class R> void prepare(const Problem &p, const Terms &terms, BackRows<R
   r.idle = false;
   if (!r.keys) memset(r.dqt, 0, L * p.D * sizeof(R));
   memset(r.q, 0, L * Dp * sizeof(R)), memset(r.d_out, 0, L * Dvp * sizeof(R));
-  if (!r.keys) rows.transpose(p.query, p.D, r.qt, [&](int i) { return rows.factor(p, terms, i); });
+  const auto factor = [&](int i) { return rows.factor(p, terms, i); };
+  if (r.keys)
+    rows.gather_rows(p.query, p.D, r.qt, Dp, factor);
+  else
+    rows.transpose(p.query, p.D, r.qt, factor);
   for (int i = 0; i < rows.n; ++i)
     copy<R>(p.query.data, p.query.type, rows.at(p.query, i), p.query.s3, p.D, r.q + i * Dp, 1,
             (R)p.scale / rows.temperature[i]);
@@ -278,26 +284,36 @@ void pull_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv, int
     for (int64_t batch = 0; batch < p.Tq && !halted(); batch += cut.batch * L) {
       const int64_t n_blocks = least(cut.batch, (p.Tq - batch + L - 1) / L);
       arena = rest;
-      int64_t from = hi, to = lo;
+      int64_t from = hi, to = lo, pairs = 0;
       for (int64_t g = 0; g < n_blocks; ++g) {
         BackRows<R> &r = *(blocks[g] = arena.take<BackRows<R>>(1));
-        r.qt = arena.take<R>(L * p.D), r.dot_t = arena.take<R>(L * p.Dv), r.dqt = arena.take<R>(L * p.D);
+        r.qt = arena.take<R>(L * Dp), r.dot_t = arena.take<R>(L * p.Dv), r.dqt = arena.take<R>(L * p.D);
         r.q = arena.take<R>(L * Dp), r.d_out = arena.take<R>(L * Dvp);
         r.dq = linked ? arena.take<R>(L * Dp) : nullptr;
         const int64_t first = batch + g * L;
         r.rows.place(p, b, kv, h, false, first, least((int64_t)L, p.Tq - first));
-        r.keys = nullptr;
+        r.keys = {};
         if (p.saved_lists && !halted()) take_lists(p, r, lo);
         prepare(p, terms, r);
-        if (r.keys && as_they_lie) {  // all of the chunk at once: a row's list is short, and the rows stay in the cache
-          int64_t k_stride, v_stride;
-          const R *k = as_rows(p.key, b, kv, lo, own, p.D, panels.k_spare, k_stride);
-          const R *v = as_rows(p.value, b, kv, lo, own, p.Dv, panels.v_spare, v_stride);
-          pull_block(p, terms, r, lo, own, k, k_stride, v, v_stride, (R *)p.dk + first_row * p.D,
-                     (R *)p.dv + first_row * p.Dv, panels);
+        if (r.keys && as_they_lie) {
+          for (int i = 0; i < L; ++i) pairs += r.end[i] - r.next[i];
           continue;
         }
         from = least(from, most(lo, r.rows.lo)), to = most(to, least(hi, r.rows.hi));
+      }
+      if (as_they_lie && pairs) {
+        // In windows of keys that stay in the second-level cache; wide enough to have some pairs of each row.
+        const int64_t window = most(WINDOW_KEYS, (p.Tk - lo) * 8 * n_blocks * L / pairs);
+        for (int64_t j = lo; j < hi; j += window)
+          for (int64_t g = 0; g < n_blocks; ++g) {
+            if (!blocks[g]->keys) continue;
+            int64_t k_stride, v_stride;
+            const int64_t keys = least(window, hi - j), at = (b * p.Hkv + kv) * p.Tk + j;
+            const R *k = as_rows(p.key, b, kv, j, keys, p.D, panels.k_spare, k_stride);
+            const R *v = as_rows(p.value, b, kv, j, keys, p.Dv, panels.v_spare, v_stride);
+            pull_block(p, terms, *blocks[g], j, keys, k, k_stride, v, v_stride, (R *)p.dk + at * p.D,
+                       (R *)p.dv + at * p.Dv, panels);
+          }
       }
       for (int64_t j = from; j < to; j += BACK_KEYS) {
         const int64_t keys = least(BACK_KEYS, to - j);

@@ -78,20 +78,31 @@ const R *padded_rows(const R *from, int64_t stride, int64_t keys, int64_t D, R *
 // The rows' lists, from key `lo` on.
 template <class R> void take_lists(const Problem &p, BackRows<R> &r, int64_t lo) {
   constexpr int L = BackRows<R>::L;
-  const Lists<R, L> lists(p.saved_lists, r.rows);
+  const Lists<R, L> lists(p, p.saved_lists, r.rows);
   if (!lists.some()) return;
-  r.keys = lists.keys(), r.x = lists.x();
+  r.keys = lists.keys(), r.x = lists.at[0] < 0 ? lists.x() : nullptr;
   for (int i = 0; i < L; ++i) {
-    r.end[i] = (int64_t)lists.ends()[i + 1];
-    int64_t from = (int64_t)lists.ends()[i], to = r.end[i];
+    r.end[i] = lists.ends()[i + 1];
+    int64_t from = lists.ends()[i], to = r.end[i];
     while (from < to) {
       const int64_t middle = (from + to) / 2;
-      if (r.keys[middle] < (R)lo)
+      if (r.keys[middle] < lo)
         from = middle + 1;
       else
         to = middle;
     }
     r.next[i] = from;
+  }
+}
+
+// How dL/dalpha answers to p (u - b): beta^2 (1 - 1/y - log y).
+template <class R, class Link> INLINE Vec<R> by_alpha(const Link &link, Vec<R> d, int n) {
+  using V = Vec<R>;
+  if constexpr (Link::PRICED) {
+    const V safe = d > (R)1e-30 - Link::ORIGIN ? d : all((R)1 - Link::ORIGIN), beta = link.beta(n);
+    return beta * beta * (Link::ORIGIN ? safe / (safe + (R)1) - vlog1p(safe) : (R)1 - (R)1 / safe - vlog(safe));
+  } else {
+    return V{};
   }
 }
 
@@ -109,20 +120,19 @@ template <class R, class Link> struct Pairs {
   const bool sums;  // more than dq, dk and dv is asked for
   const int64_t Dp = padded<R>(p.D), Dvp = padded<R>(p.Dv);
 
-  // Row i and key first + j, at distance d from the price; slope: softcap's.
-  INLINE void pull(int i, int64_t j, R d, R weight, R w, R by_alpha, R slope) const {
+  // G = tau dL/ds of row i and key first + j, with utility u and at distance d from the price; `weight` becomes what the
+  // value's gradient is multiplied by. All sums over pairs are made here.
+  INLINE R advantage(int i, int64_t j, R u, R d, R &weight, R w, R by_alpha) const {
     const Rows<R, NV> &rows = r.rows;
     const int n = i / N, lane = i % N;
-    if (!(w > 0) && !(w != w)) return;
-    R kept = 1;
-    if (p.dropout_key) kept = rows.kept_at(p, first + j, i);
-    R u = p.grad_out ? kept * dot(r.d_out + i * Dvp, v + j * v_stride, Dvp) : 0;
-    u -= r.a[n][lane];
-    if (p.grad_entropy && weight > TINY<R>) u -= r.b[n][lane] * log2_of(weight);
-    R g = w * u;
+    const R kept = p.dropout_key ? rows.kept_at(p, first + j, i) : 1, p_ij = weight;
+    u = kept * u - r.a[n][lane];
+    weight *= kept;
+    if (p.grad_entropy && p_ij > TINY<R>) u -= r.b[n][lane] * log2_of(p_ij);
+    const R g = w * u;
     if (sums) {
       const int64_t key_at = (rows.b * p.H + rows.head[0]) * p.Tk + first + j;
-      const R gp = weight * u, ds = g * r.inverse_tau[n][lane];
+      const R gp = p_ij * u, ds = g * r.inverse_tau[n][lane];
       r.sum_g[n][lane] += g;
       if (p.row_gs) r.sum_gs[n][lane] += g * d / rows.c[n][lane];
       if (p.row_gd) {
@@ -132,28 +142,83 @@ template <class R, class Link> struct Pairs {
       if (p.row_ga) r.sum_ga[n][lane] += gp * by_alpha;
       if (p.key_g) ((R *)p.key_g)[key_at] += gp;
       if (p.key_ds) ((R *)p.key_ds)[key_at] += ds;
-      if (p.key_mass) ((R *)p.key_mass)[key_at] += weight;
+      if (p.key_mass) ((R *)p.key_mass)[key_at] += p_ij;
       if (p.dense_g) ((R *)p.dense_g.data)[rows.at(p.dense_g, i) + (first + j) * p.dense_g.s3] += gp;
       if (p.dense_ds) ((R *)p.dense_ds.data)[rows.at(p.dense_ds, i) + (first + j) * p.dense_ds.s3] += ds;
       r.sum_gp[n][lane] += gp;
     }
-    if (p.dv && p.grad_out) add(weight * kept, r.d_out + i * Dvp, Dvp, dv + j * Dvp);
-    g *= slope;
+    return g;
+  }
+
+  // One pair; slope: softcap's.
+  INLINE void pull(int i, int64_t j, R d, R weight, R w, R by_alpha, R slope) const {
+    if (!(w > 0) && !(w != w)) return;
+    const R u = p.grad_out ? dot(r.d_out + i * Dvp, v + j * v_stride, Dvp) : 0;
+    const R g = slope * advantage(i, j, u, d, weight, w, by_alpha);
+    if (p.dv && p.grad_out) add(weight, r.d_out + i * Dvp, Dvp, dv + j * Dvp);
     if (p.dk) add(g, r.q + i * Dp, Dp, dk + j * Dp);
     if (p.dq) add(g, k + j * k_stride, Dp, r.dq + i * Dp);
   }
-};
 
-// How dL/dalpha answers to p (u - b): beta^2 (1 - 1/y - log y).
-template <class R, class Link> INLINE Vec<R> by_alpha(const Link &link, Vec<R> d, int n) {
-  using V = Vec<R>;
-  if constexpr (Link::PRICED) {
-    const V safe = d > (R)1e-30 - Link::ORIGIN ? d : all((R)1 - Link::ORIGIN), beta = link.beta(n);
-    return beta * beta * (Link::ORIGIN ? safe / (safe + (R)1) - vlog1p(safe) : (R)1 - (R)1 / safe - vlog(safe));
-  } else {
-    return V{};
+  static constexpr int SOME = 16;  // pairs whose rows stay in the first-level cache from one product to the next
+
+  // to[j[t]] += f[t] a, for pairs of different keys.
+  INLINE static void add_to(const R *f, const R *a, int64_t D, const int64_t *j, int n, R *to) {
+    constexpr int U = 4;
+    for (int t = 0; t < n; ++t) {
+      R *row = to + j[t] * D;
+      const V x = all(f[t]);
+      int64_t d = 0;
+      for (; d + U * N <= D; d += U * N)
+#pragma GCC unroll 4
+        for (int u = 0; u < U; ++u) store(row + d + u * N, load(row + d + u * N) + x * load(a + d + u * N));
+      for (; d < D; d += N) store(row + d, load(row + d) + x * load(a + d));
+    }
   }
-}
+
+  // The pairs of row i's list up to key `limit`.
+  void pull_listed(int i, int64_t limit) const {
+    const int n = i / N, lane = i % N;
+    const R *q = r.q + i * Dp, *d_out = r.d_out + i * Dvp;
+    const R peak = r.peak[n][lane], rest = r.rest[n][lane], a = r.a[n][lane];
+    const Link one = link.of_row(n, lane);
+    const bool plain = !(sums || p.dropout_key || p.grad_entropy);
+    for (int64_t at = r.next[i];;) {
+      int pairs = 0;
+      int64_t j[SOME];
+      for (; pairs < SOME && at < r.end[i] && r.keys[at] < limit; ++at) j[pairs++] = r.keys[at] - first;
+      if (!pairs) break;
+      r.next[i] = at;
+      R x[SOME] = {}, u[SOME] = {}, weight[SOME], g[SOME];
+      // x to the last bit as the price was found from it: the weights are differences.
+      if (r.x)
+        for (int t = 0; t < pairs; ++t) x[t] = r.x[at - pairs + t];
+      else
+        dots(r.qt + i * Dp, Dp, pairs, x, [&](int64_t t, int) { return k + j[t] * k_stride; });
+      if (p.grad_out) dots(d_out, Dvp, pairs, u, [&](int64_t t, int) { return v + j[t] * v_stride; });
+      for (int t = 0; t < pairs; t += N) {
+        const V d = load(x + t) - peak + rest;
+        V p_row, w_row, alpha = {};
+        one.at(n, d, p_row, w_row);
+        const Mask<R> none = (w_row <= 0);  // by rounding
+        store(weight + t, none ? V{} : p_row), store(g + t, none ? V{} : w_row * (load(u + t) - a));
+        if (plain) continue;
+        if (p.row_ga) alpha = by_alpha<R>(one, d, n);
+        for (int m = 0; m < N && t + m < pairs; ++m)
+          if (!none[m]) g[t + m] = advantage(i, j[t + m], u[t + m], d[m], weight[t + m], w_row[m], alpha[m]);
+      }
+      if (p.dv && p.grad_out) add_to(weight, d_out, Dvp, j, pairs, dv);
+      if (p.dk) add_to(g, q, Dp, j, pairs, dk);
+      if (p.dq)
+        for (int64_t d = 0; d < Dp; d += N) {
+          V sum = load(r.dq + i * Dp + d);
+#pragma GCC unroll 1
+          for (int t = 0; t < pairs; ++t) sum += g[t] * load(k + j[t] * k_stride + d);
+          store(r.dq + i * Dp + d, sum);
+        }
+    }
+  }
+};
 
 // One block of keys for one block of rows.
 template <class R, class Link>
@@ -174,18 +239,7 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
   };
   if (r.keys) {
     const Pairs<R, Link> pairs = single_pairs();
-    for (int i = 0; i < rows.n; ++i) {
-      const int n = i / N, lane = i % N;
-      int64_t at = r.next[i];
-      for (; at < r.end[i] && r.keys[at] < (R)(first + keys); ++at) {
-        const R d = r.x[at] - r.peak[n][lane] + r.rest[n][lane];
-        V weight, w, alpha = {};
-        link.at(n, all(d), weight, w);
-        if (p.row_ga) alpha = by_alpha<R>(link, all(d), n);
-        pairs.pull(i, (int64_t)r.keys[at] - first, d, weight[lane], w[lane], alpha[lane], 1);
-      }
-      r.next[i] = at;
-    }
+    for (int i = 0; i < rows.n; ++i) pairs.pull_listed(i, first + keys);
     return;
   }
 

@@ -118,10 +118,6 @@ template <class R, int NV> struct Panels {
         spare(arena.take<R>(SIZE)), live(arena.take<uint8_t>(KEY_BLOCK<NV>)) {}
 };
 
-template <int C> struct Count {
-  static constexpr int value = C;
-};
-
 // x -> p in place, for one vector of rows; the block's sums are made apart and then added: shorter chains of rounding.
 template <class R, int NV, bool MOMENTS, bool ZERO>
 __attribute__((noinline)) void weigh(State<R, NV> &state, int n, Vec<R> safe, int64_t keys, R *x) {
@@ -437,7 +433,7 @@ template <class R, int NV, class T> void forward_as(const Problem &p) {
       state[g]->clear();
       memset(ot[g], 0, L * p.Dv * sizeof(R));
       if constexpr (NV == 1) {
-        rows[g]->gather_rows(p.query, p.D, qt[g], [&](int i) { return rows[g]->factor(p, terms, i); });
+        rows[g]->gather_rows(p.query, p.D, qt[g], p.D, [&](int i) { return rows[g]->factor(p, terms, i); });
         even_odd<R, T>(qt[g], rows[g]->n, p.D);
       } else
         rows[g]->transpose(p.query, p.D, qt[g], [&](int i) { return rows[g]->factor(p, terms, i); });

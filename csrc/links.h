@@ -61,10 +61,11 @@ template <class V> INLINE V root_of(V log_prior) {
   return power((V)(-vmax(V{} - (R)(sizeof(R) == 4 ? 63.5 : 511.5), (R)-0.5 * log_prior)));
 }
 
-// Each link: `at` gives p and w (without the prior) at x + h. Those whose price is to be found (PRICED) have also `rise`,
-// Newton's step in h that brings taken = r * mass to the mass, times slope/mass, in the power of the mass in which the
-// equation is straight (theory: the norm form); `headroom`, the h at which one key takes the mass; beta; and `inside`,
-// whether a key has weight (which may be too small for a number). CONVEX: a step from above stays above.
+// Each link: `at` gives p and w (without the prior) at x + h; `of_row` has one row in all lanes. Those whose price is to be
+// found (PRICED) have also `rise`, Newton's step in h that brings taken = r * mass to the mass, times slope/mass, in the
+// power of the mass in which the equation is straight (theory: the norm form); `headroom`, the h at which one key takes the
+// mass; beta; and `inside`, whether a key has weight (which may be too small for a number). CONVEX: a step from above stays
+// above.
 // Where all of a row's priors are tiny, y is large: y meets one root of the prior before it meets the other, and a prior
 // itself may be smaller than the smallest number.
 template <class R> struct Sparsemax {  // alpha = 2
@@ -72,6 +73,7 @@ template <class R> struct Sparsemax {  // alpha = 2
   static constexpr bool PRICED = true, CONVEX = true;
   static constexpr R ORIGIN = 0;
   template <int NV> Sparsemax(const Rows<R, NV> &) {}
+  INLINE Sparsemax of_row(int, int) const { return *this; }
   INLINE Mask<R> inside(V d) const { return d > 0; }
   INLINE void at(int, V d, V &p, V &w) const { p = vmax(V{}, d), w = d > 0 ? all((R)1) : p; }  // p: 0 or NaN
   INLINE void times_prior(int n, V d, V log_prior, V &p, V &w) const {
@@ -89,6 +91,7 @@ template <class R> struct Entmax {  // alpha = 1.5
   static constexpr bool PRICED = true, CONVEX = true;
   static constexpr R ORIGIN = 0;
   template <int NV> Entmax(const Rows<R, NV> &) {}
+  INLINE Entmax of_row(int, int) const { return *this; }
   INLINE Mask<R> inside(V d) const { return d > 0; }
   INLINE void at(int, V d, V &p, V &w) const { w = vmax(V{}, d), p = w * w; }
   INLINE void times_prior(int n, V d, V log_prior, V &p, V &w) const {
@@ -113,6 +116,11 @@ template <class R, int FROM> struct Power {
     for (int n = 0; n < NV; ++n)
       for (int i = 0; i < Simd<R>::N; ++i)
         inverse[n][i] = rows.power[n * Simd<R>::N + i], beta_[n][i] = 1 / inverse[n][i];
+  }
+  INLINE Power of_row(int n, int lane) const {
+    Power one = *this;
+    one.beta_[n] = all((R)beta_[n][lane]), one.inverse[n] = all((R)inverse[n][lane]);
+    return one;
   }
   INLINE Mask<R> inside(V d) const { return d > (ORIGIN ? (R)-1 + EPS<R> / 2 : TINY<R>); }
   INLINE V log2_y(V d, Mask<R> in) const {
@@ -145,6 +153,7 @@ template <class R> struct Sigmoid {  // with a free marginal only
   static constexpr bool PRICED = false;
   static constexpr R ORIGIN = 0;
   template <int NV> Sigmoid(const Rows<R, NV> &) {}
+  INLINE Sigmoid of_row(int, int) const { return *this; }
   INLINE void at(int n, V t, V &p, V &w) const { times_prior(n, t, V{}, p, w); }
   INLINE void times_prior(int, V t, V log_prior, V &p, V &w) const {
     const V below = -vmax(V{}, -t), e = vexp2(below - vmax(V{}, t)), q = (R)1 / ((R)1 + e);  // e = 2^-|t|

@@ -8,7 +8,7 @@
 // Where few keys have weight, each row has a list of its own instead. The price only rises as keys are added: solved for
 // the first keys it is a bound, and later keys below it are left out as they come; the bound is raised whenever their
 // number has doubled. Lists are lanes of a shorter panel, so that the same code serves both. Each block of rows chooses by
-// itself.
+// itself. Where x is the product alone, most of these products are made in 16 bits (screen.h).
 // Free marginals know their price: there the panel is one block of keys, and there is no search.
 #pragma once
 #include <type_traits>
@@ -16,6 +16,7 @@
 #include "forward.h"
 #include "links.h"
 #include "lists.h"
+#include "screen.h"
 
 namespace {
 
@@ -24,6 +25,8 @@ namespace {
 constexpr double SPARSE_SHARE = 0.2;
 constexpr int64_t PANEL_KEYS = 96;        // keys per block
 constexpr int64_t SAMPLE = 16;            // one key in so many makes a first guess of the price
+constexpr int64_t SCREEN_ROOM = (int64_t)1 << 25;  // bytes for keys in 16 bits, or one head's
+constexpr int64_t SCREEN_LEAST = 768;     // keys that make it worth while
 constexpr int64_t STAGE = 2 * PANEL_KEYS;  // keys after which the price is solved for the first time
 
 struct Asked {  // what a call wants besides output and price
@@ -63,6 +66,11 @@ template <class R, int NV> struct Sheet {  // a thread's panels for one block of
   R *list, *list_prior;  // the rows' lists: x, log-prior and key of each candidate
   int32_t *index;
   int32_t length[L];
+  R *q;                // the rows' queries in whole vectors, and in 16 bits: for keys that are screened (screen.h)
+  CoarseRows<NV> coarse;
+  int16_t *coarse_spare;
+  int32_t *sums;       // of 16 bits, [keys][L]
+  int32_t *picked;     // one list's keys
   uint8_t *live;
   struct Segment {
     int64_t first, keys, at;  // keys first ... first + keys - 1 are the panel's rows from `at`
@@ -82,17 +90,33 @@ template <class R, int NV> struct PanelCut {
     if (p.marginal == regard::FREE) span = least(span, PANEL_KEYS);
   }
   int64_t list_rows() const { return span / 3 + 1; }
-  int64_t segments() const { return span / PANEL_KEYS + 2; }
+  int64_t segments() const { return span / PANEL_KEYS + 3; }
+  // Whether keys are screened: where rows may have lists, and x is the product alone.
+  static bool screens(const Problem &p) {
+    const Terms terms(p);
+    const bool rows = p.marginal == regard::ROWS || p.marginal == regard::SINK;
+    return SCREENS && sizeof(R) == 4 && NV == 3 && rows && terms.folded && !terms.prior && p.Tk >= SCREEN_LEAST;
+  }
+  // Heads whose keys are in 16 bits at a time.
+  static int64_t screened_heads(const Problem &p) {
+    if (!screens(p)) return 0;
+    return least(p.B * p.Hkv, most(p.threads, SCREEN_ROOM / Screen::bytes(p) + 1));
+  }
   int64_t thread_bytes(const Problem &p) const {
     const int64_t copies = Terms(p).prior ? 2 : 1;  // x, and the prior beside it
     const int64_t numbers =
         L * (copies * span + 4 * PANEL_KEYS + p.D + 2 * p.Dv) + PANEL_KEYS * (p.D + p.Dv);
+    const int64_t screen = screens(p) ? (L + 1) * words_of(p.D) * 4 + PANEL_KEYS * L * 4 + 256 : 0;
     const int64_t lists = p.marginal == regard::FREE ? 0 : list_rows() * L;
-    return (numbers * (int64_t)sizeof(R) + lists * (int64_t)(sizeof(int32_t) + (copies + 1) * sizeof(R)) + span +
-            segments() * (int64_t)sizeof(typename Sheet<R, NV>::Segment) + (int64_t)sizeof(Rows<R, NV>) +
-            (int64_t)sizeof(Ledger<R, NV>) + 64 * 20) / 64 * 64 + 64;
+    const int64_t one_list = list_rows() * 4 + (L + 4) * padded<R>(p.D) * (int64_t)sizeof(R);
+    return (numbers * (int64_t)sizeof(R) + lists * (int64_t)(sizeof(int32_t) + (copies + 1) * sizeof(R)) + one_list + span +
+            screen + segments() * (int64_t)sizeof(typename Sheet<R, NV>::Segment) + (int64_t)sizeof(Rows<R, NV>) +
+            (int64_t)sizeof(Ledger<R, NV>) + 64 * 24) / 64 * 64 + 64;
   }
-  int64_t bytes(const Problem &p) const { return p.threads * thread_bytes(p) + 128; }
+  int64_t bytes(const Problem &p) const {
+    const int64_t heads = screened_heads(p);
+    return p.threads * thread_bytes(p) + (heads ? heads * Screen::bytes(p) : 0) + 128;
+  }
 
   Sheet<R, NV> sheet(const Problem &p, const Terms &terms, Arena &arena) const {
     Sheet<R, NV> s;
@@ -108,6 +132,11 @@ template <class R, int NV> struct PanelCut {
     for (R **panel : panels) *panel = arena.take<R>(PANEL_KEYS * L);
     s.k_spare = arena.take<R>(PANEL_KEYS * p.D), s.v_spare = arena.take<R>(PANEL_KEYS * p.Dv);
     s.qt = arena.take<R>(L * p.D), s.ot = arena.take<R>(L * p.Dv), s.tilt_t = arena.take<R>(L * p.Dv);
+    s.q = arena.take<R>((L + 4) * padded<R>(p.D)), s.picked = arena.take<int32_t>(list_rows());
+    if (screens(p)) {
+      s.coarse.pairs = arena.take<int32_t>(L * words_of(p.D));
+      s.coarse_spare = arena.take<int16_t>(2 * words_of(p.D)), s.sums = arena.take<int32_t>(PANEL_KEYS * L);
+    }
     s.live = arena.take<uint8_t>(span);
     s.segments = arena.take<typename Sheet<R, NV>::Segment>(segments());
     return s;
@@ -259,43 +288,114 @@ bool step(const Problem &p, const Rows<R, NV> &rows, const Link &link, int64_t p
   return settled;
 }
 
+template <class R> using LaneBits = std::conditional_t<(Simd<R>::N > 8), uint16_t, uint8_t>;  // of one vector
+// Which lanes of a block's vectors have candidates. First all comparisons, then all candidates: keys one by one would end
+// in a mispredicted branch each.
+template <class R, int NV> struct Found {
+  using Bits = LaneBits<R>;
+  static constexpr int64_t BITS = 8 * sizeof(Bits);
+  Bits bits[PANEL_KEYS * NV + 64 / BITS];
+
+  // f(j * L + lane) for each.
+  template <class F> INLINE void each(int64_t keys, F f) {
+    memset(bits + keys * NV, 0, sizeof(uint64_t));
+    for (int64_t v = 0; v < keys * NV; v += 64 / BITS) {
+      uint64_t word;
+      memcpy(&word, bits + v, sizeof word);
+      for (; word; word &= word - 1) {
+        const int bit = __builtin_ctzll(word);
+        f((v + bit / BITS) * Simd<R>::N + bit % BITS);
+      }
+    }
+  }
+};
+
+template <class R, int NV> bool has_room(const Sheet<R, NV> &s, int64_t keys) {
+  int32_t longest = 0;
+  for (int32_t length : s.length) longest = most(longest, length);
+  return longest + keys <= s.room;
+}
+
 // Add panel rows at ... at + keys - 1 (keys first ...) to the lists: the candidates whose x is not below the best price.
 // False if there is no room.
 template <class R, int NV>
-bool enlist(Sheet<R, NV> &s, const Ledger<R, NV> &ledger, int64_t first, int64_t at, int64_t keys) {
+bool enlist(Sheet<R, NV> &s, const Ledger<R, NV> &ledger, int rows, int64_t first, int64_t at, int64_t keys) {
   using V = Vec<R>;
   constexpr int N = Simd<R>::N, L = N * NV;
-  int32_t longest = 0;
-  for (int i = 0; i < L; ++i) longest = most(longest, s.length[i]);
-  if (longest + keys > s.room) return false;
-  // First all comparisons, then all candidates: keys one by one would end in a mispredicted branch each.
-  using Bits = std::conditional_t<(N > 8), uint16_t, uint8_t>;  // of one vector
-  constexpr int64_t BITS = 8 * sizeof(Bits), VECTORS = PANEL_KEYS * NV;
-  Bits found[VECTORS + 64 / BITS] = {};
+  if (!has_room(s, keys)) return false;
+  Found<R, NV> found;
   V bound[NV];  // above -inf, so that no key that may not be read is found
   Mask<R> number[NV];
   for (int n = 0; n < NV; ++n) {
     bound[n] = vmax(all(LOWEST<R>), ledger.best[n]), number[n] = ledger.best[n] == ledger.best[n];
+    for (int i = 0; i < N; ++i)
+      if (n * N + i >= rows) number[n][i] = 0;  // a lane without a row: all its x are equal
   }
   const R *x = s.x + at * L;
   for (int64_t j = 0; j < keys; ++j)
 #pragma GCC unroll 4
     for (int n = 0; n < NV; ++n) {
       // Not below: one NaN is found, which is the row's. (At a large score the bound may be rounded up to the best key.)
-      found[j * NV + n] = (Bits)lanes_of((Mask<R>)(~(load(x + j * L + n * N) < bound[n]) & number[n]));
+      found.bits[j * NV + n] =
+          (LaneBits<R>)lanes_of((Mask<R>)(~(load(x + j * L + n * N) < bound[n]) & number[n]));
     }
-  for (int64_t v = 0; v < keys * NV; v += 64 / BITS) {
-    uint64_t bits;
-    memcpy(&bits, found + v, sizeof bits);
-    for (; bits; bits &= bits - 1) {
-      const int bit = __builtin_ctzll(bits);
-      const int64_t place = (v + bit / BITS) * N + bit % BITS, j = place / L, i = place % L;
-      const int64_t to = (int64_t)s.length[i]++ * L + i;
-      s.list[to] = x[place], s.index[to] = (int32_t)(first + j);
-      if (s.prior) s.list_prior[to] = s.prior[at * L + place];
-    }
-  }
+  found.each(keys, [&](int64_t place) {
+    const int64_t j = place / L, i = place % L, to = (int64_t)s.length[i]++ * L + i;
+    s.list[to] = x[place], s.index[to] = (int32_t)(first + j);
+    if (s.prior) s.list_prior[to] = s.prior[at * L + place];
+  });
   return true;
+}
+
+// Lists without the keys that lie below the best price by more than `off`. anew: x, which came from 16 bits, is made again,
+// pair by pair; the backward pass does the same. `exact`: the largest x of keys before those.
+template <class R, int NV>
+void prune(const Problem &p, const Rows<R, NV> &rows, Sheet<R, NV> &s, Ledger<R, NV> &ledger, const Vec<R> *off, bool anew,
+           const Vec<R> *exact) {
+  constexpr int N = Simd<R>::N, L = N * NV, FAR = 16;
+  const int64_t base = p.key.s0 * rows.b + p.key.s1 * rows.kv, Dp = padded<R>(p.D);
+  const bool as_is = rows_of<R>(p.key, p.D) && p.D == Dp;
+  R *x = s.x, *spare = s.q + L * Dp;  // the panel is not needed any more
+  int32_t *index = s.picked;
+  memset(spare, 0, 4 * Dp * sizeof(R));
+  for (int i = 0; i < L; ++i) {
+    if (i >= rows.n) {
+      s.length[i] = 0;
+      continue;
+    }
+    const R best = ledger.best[i / N][i % N], far = off[i / N][i % N];
+    // Where a null key takes all, the largest score is to be known all the same.
+    const R bound = least(best, (R)ledger.top[i / N][i % N]) - far;
+    int64_t n = 0;
+    for (int64_t k = 0; k < s.length[i]; ++k) {  // without a branch, which would be mispredicted
+      const R at = s.list[k * L + i];
+      x[n] = at, index[n] = s.index[k * L + i];
+      if (s.prior) s.list_prior[n * L + i] = s.list_prior[k * L + i];
+      n += !(at < bound);
+    }
+    s.length[i] = (int32_t)n;
+    if (anew) {
+      dots(s.q + i * Dp, Dp, n, x, [&](int64_t k, int u) -> const R * {
+        const int64_t at = base + index[k] * p.key.s2;
+        if (!as_is) {
+          copy<R>(p.key.data, p.key.type, at, p.key.s3, p.D, spare + u * Dp, 1, (R)1);
+          return spare + u * Dp;
+        }
+        if (k + FAR < n) {  // the list knows which key comes, the processor cannot
+          const R *next = (const R *)p.key.data + base + index[k + FAR] * p.key.s2;
+          for (int64_t d = 0; d < p.D; d += 64 / (int64_t)sizeof(R)) __builtin_prefetch(next + d);
+        }
+        return (const R *)p.key.data + at;
+      });
+      Vec<R> tops = all(-INF<R>);
+      for (int64_t k = n; k < n + N; ++k) x[k] = -INF<R>;
+      for (int64_t k = 0; k < n; k += N) tops = vmax(tops, load(x + k));
+      R top = exact[i / N][i % N];
+      for (int k = 0; k < N; ++k) top = most(top, (R)tops[k]);
+      ledger.top[i / N][i % N] = ledger.anchor[i / N][i % N] = top, ledger.best[i / N][i % N] = best - far;
+    }
+    for (int64_t k = 0; k < n; ++k) s.list[k * L + i] = x[k], s.index[k * L + i] = index[k];
+  }
 }
 
 // Lanes filled up with nothing, to the length of the longest.
@@ -311,13 +411,13 @@ template <class R, int NV> int64_t level_lists(Sheet<R, NV> &s) {
   return longest;
 }
 
-// The headroom of each row, from panel or lists. Turns to lists when few weights are left. Returns whether it did.
+// The headroom of each row, from panel or lists. Turns to lists when no more than `share` of the keys have weight (and no
+// row has many more): returns whether it did. `census`: of the last step.
 template <class R, int NV, class Link>
 bool search(const Problem &p, const Rows<R, NV> &rows, const Link &link, Sheet<R, NV> &s, Ledger<R, NV> &ledger,
-            bool listed, int iterations) {
-  const bool may_list = p.marginal != regard::RELAX && s.rows >= STAGE;
+            bool listed, int iterations, double share, Census &census) {
+  const bool may_list = p.marginal != regard::RELAX && share > 0;
   int64_t list_rows = listed ? level_lists(s) : 0;
-  Census census;
   begin(p, rows, link, ledger);
   if (!listed && s.rows >= SAMPLE * 32) {  // a guess from a sample: Newton's method may begin anywhere
     for (int iteration = 0; iteration < 8; ++iteration)
@@ -330,17 +430,89 @@ bool search(const Problem &p, const Rows<R, NV> &rows, const Link &link, Sheet<R
   for (int iteration = 0; iteration < iterations; ++iteration) {
     const bool settled = step<R, NV, Link>(p, rows, link, listed ? list_rows : s.rows, 1, listed ? s.list : s.x,
                                            listed ? s.list_prior : s.prior, iteration, ledger, census);
-    const bool few = census.total <= SPARSE_SHARE * s.rows * rows.n && 4 * census.longest <= s.rows;
+    const bool few = census.total <= share * s.rows * rows.n && 0.8 * census.longest <= share * s.rows;
     if (!listed && may_list && census.above && few) {
       memset(s.length, 0, sizeof s.length);
       listed = true;
       for (int64_t g = 0; g < s.n_segments && listed; ++g)
-        listed = enlist(s, ledger, s.segments[g].first, s.segments[g].at, s.segments[g].keys);
+        listed = enlist(s, ledger, rows.n, s.segments[g].first, s.segments[g].at, s.segments[g].keys);
       list_rows = listed ? level_lists(s) : 0;
     }
     if (settled) break;
   }
   return listed;
+}
+
+// How many keys each row may read.
+template <class R, int NV> void count_admissible(Ledger<R, NV> &ledger, int64_t keys, const R *gate) {
+  constexpr int N = Simd<R>::N, L = N * NV;
+  for (int n = 0; n < NV; ++n) {
+    if (!gate) ledger.admissible[n] += (R)keys;
+    for (int64_t j = 0; j < keys && gate; ++j)
+      ledger.admissible[n] -= __builtin_convertvector(load(gate + j * L + n * N) > -INF<R>, Vec<R>);
+  }
+}
+
+// Fill the rows' lists from key `from` to the end by products in 16 bits (screen.h). False if there is no room, or some
+// number is not finite; then sheet and ledger are as they were.
+template <int NV, class Link>
+bool list_by_screen(const Problem &p, const Terms &terms, const Asked &want, const Rows<float, NV> &rows,
+                    const Link &link, const Screen &keys_of, int64_t from, Sheet<float, NV> &s,
+                    Ledger<float, NV> &ledger) {
+  using V = Vec<float>;
+  constexpr int N = Simd<float>::N, L = N * NV;
+  rows.gather_rows(p.query, p.D, s.q, padded<float>(p.D), [&](int i) { return rows.factor(p, terms, i); });
+  if (!s.coarse.fill(s.q, padded<float>(p.D), rows.n, p.D, s.coarse_spare)) return false;
+  const Ledger<float, NV> before = ledger;
+  const int64_t known = s.rows, words = words_of(p.D);
+  int32_t lengths[L];
+  memcpy(lengths, s.length, sizeof lengths);
+  const auto no = [&] {
+    ledger = before, s.rows = known;
+    memcpy(s.length, lengths, sizeof lengths);
+    return false;
+  };
+  V off[NV] = {};
+  Found<float, NV> found;
+  Census census;
+  int64_t stage = 2 * known;
+  for (int64_t first = from, next; first < rows.hi; first = next) {
+    next = least(rows.hi, (first / SCREEN_KEYS + 1) * SCREEN_KEYS);
+    const int64_t keys = next - first;
+    const Gate open = open_gate(p, terms, rows, first, keys, s.gate, s.bias, s.spare, s.live);
+    if (open == CLOSED) continue;
+    const float *gate = open == PARTLY ? s.gate : nullptr;
+    const Grain &grain = keys_of.grains[first / SCREEN_KEYS];
+    if (!(grain.size >= 0) || !has_room(s, keys)) return no();
+    V price[NV];  // or the largest score, which is to be known where a null key takes all
+    for (int n = 0; n < NV; ++n) price[n] = ledger.best[n] < ledger.top[n] ? ledger.best[n] : ledger.top[n];
+    s.coarse.find(grain, p.D, keys_of.keys + first * 2 * words, keys, price, rows.n, off, s.sums, found.bits);
+    for (int64_t v = 0; v < keys * NV && gate; ++v)
+      found.bits[v] &= lanes_of((Mask<float>)(load(gate + v * N) > -INF<float>));
+    float size[L], top[L];
+    for (int i = 0; i < L; ++i) size[i] = s.coarse.size[i] * grain.size;
+    for (int n = 0; n < NV; ++n) store(top + n * N, ledger.top[n]);
+    found.each(keys, [&](int64_t place) {
+      const int64_t j = place / L, i = place % L, to = (int64_t)s.length[i]++ * L + i;
+      const float x = (float)s.sums[place] * size[i];
+      s.list[to] = x, s.index[to] = (int32_t)(first + j);
+      top[i] = most(top[i], x);
+    });
+    for (int n = 0; n < NV; ++n) ledger.top[n] = load(top + n * N);
+    bid(p, link, keys, s.x, (const float *)nullptr, ledger);
+    if (want.admissible) count_admissible(ledger, keys, gate);
+    s.rows += keys;
+    if (s.rows < stage) continue;
+    stage = 2 * s.rows;
+    if (stage < rows.hi - rows.lo) search(p, rows, link, s, ledger, true, 2, 0, census);
+  }
+  search(p, rows, link, s, ledger, true, 2, 0, census);
+  for (V &far : off) {
+    if (any(far - far != 0)) return no();
+    far *= 2.0f;  // x and the price
+  }
+  prune(p, rows, s, ledger, off, true, before.top);
+  return true;
 }
 
 // Final weights of `keys` panel rows, in place, with the statistics; w apart if the gradient's centre is wanted.
@@ -466,26 +638,27 @@ void sum_list(const R *p, const R *w, const int32_t *index, int64_t step, int64_
 
 // The lists as they are when the price is known, without those that have no weight, for the backward pass.
 template <class R, int NV, class Link>
-void keep(const Problem &p, const Rows<R, NV> &rows, const Sheet<R, NV> &s, const Ledger<R, NV> &ledger, bool listed) {
+void keep(const Problem &p, const Rows<R, NV> &rows, const Sheet<R, NV> &s, const Ledger<R, NV> &ledger, bool listed,
+          bool with_x) {
   constexpr int N = Simd<R>::N, L = N * NV;
-  const Lists<R, L> lists(p.lists, rows);
+  const Lists<R, L> lists(p, p.lists, rows);
   int64_t n = 0;
-  bool room = listed && lists.room > 0 && rows.hi <= lists.MOST_KEYS;
+  bool room = listed;
   for (int i = 0; i < L && room; ++i) {
-    lists.ends()[i] = (R)n;
+    lists.ends()[i] = (int32_t)n;
     if (i >= rows.n) continue;
     const R anchor = ledger.anchor[i / N][i % N], h = ledger.h[i / N][i % N];
     const R sum = ledger.best[i / N][i % N] + ledger.top[i / N][i % N] + anchor + h;
-    if (!(room = sum == sum)) break;  // a row with a NaN has it everywhere, its list may be empty
-    for (int64_t k = 0; k < s.length[i]; ++k) {
-      const R x = s.list[k * L + i], d = x - anchor + h;
-      if (d <= -Link::ORIGIN) continue;
-      if (!(room = n < lists.room && d == d)) break;
-      lists.keys()[n] = (R)s.index[k * L + i], lists.x()[n++] = x;
+    room = sum == sum && n + s.length[i] <= lists.room(with_x);  // a NaN is everywhere, and the row's list may be empty
+    for (int64_t k = 0; k < s.length[i] && room; ++k) {
+      const R d = s.list[k * L + i] - anchor + h;
+      lists.put(n, s.index[k * L + i]);
+      if (with_x) lists.x()[n] = s.list[k * L + i];
+      n += d > -Link::ORIGIN, room = d == d;
     }
   }
-  lists.at[0] = room ? (R)L : 0;
-  if (room) lists.ends()[L] = (R)n;
+  lists.at[0] = !room ? 0 : with_x ? -L : L;
+  if (room) lists.ends()[L] = (int32_t)n;
 }
 
 // From sums to results, one row at a time: statistics.py's definitions.
@@ -575,16 +748,16 @@ void finish_link(const Problem &p, const Terms &terms, const Asked &want, const 
   }
 }
 
-// One block of rows, from queries to results.
+// One block of rows, from queries to results. `keys_of`: the head's keys in 16 bits, if they are to be screened.
 template <class R, int NV, class Link>
 void attend_link(const Problem &p, const Terms &terms, const Asked &want, const Rows<R, NV> &rows, Sheet<R, NV> &s,
-                 Ledger<R, NV> &ledger) {
+                 Ledger<R, NV> &ledger, const Screen *keys_of) {
   using V = Vec<R>;
   constexpr int N = Simd<R>::N, L = N * NV;
   const Link link(rows);
   const bool free = p.marginal == regard::FREE;
-  memset((void *)&ledger, 0, sizeof ledger);
   memset(s.ot, 0, L * p.Dv * sizeof(R)), memset(s.tilt_t, 0, L * p.Dv * sizeof(R));
+  memset((void *)&ledger, 0, sizeof ledger);
   for (int n = 0; n < NV; ++n) {
     ledger.anchor[n] = ledger.alone[n] = ledger.best[n] = ledger.top[n] = ledger.prior_top[n] = all(-INF<R>);
     if (free)
@@ -607,8 +780,10 @@ void attend_link(const Problem &p, const Terms &terms, const Asked &want, const 
     });
   };
   bool listed = false, may_list = p.marginal != regard::RELAX;
+  Census census;
+  bool screened = false;
   int64_t next_stage = STAGE;
-  for (int64_t first = rows.lo; first < rows.hi; first += PANEL_KEYS) {
+  for (int64_t first = rows.lo; first < rows.hi && !screened; first += PANEL_KEYS) {
     const int64_t keys = least(PANEL_KEYS, rows.hi - first);
     R *x = s.x + s.rows * L, *gate = s.prior ? s.prior + s.rows * L : s.gate;
     const Gate open = open_gate(p, terms, rows, first, keys, gate, s.bias, s.spare, s.live + s.rows);
@@ -628,9 +803,7 @@ void attend_link(const Problem &p, const Terms &terms, const Asked &want, const 
     if constexpr (Link::PRICED)
       if (!free) bid(p, link, keys, x, s.prior ? gate : nullptr, ledger);
     for (int n = 0; n < NV; ++n) {
-      if (want.admissible)
-        for (int64_t j = 0; j < keys; ++j)
-          ledger.admissible[n] -= __builtin_convertvector(load(x + j * L + n * N) > -INF<R>, V);
+      if (want.admissible && n == 0) count_admissible(ledger, keys, open == PARTLY ? x : nullptr);
       if (want.prior_mass) {
         V top = ledger.prior_top[n];
         for (int64_t j = 0; j < keys; ++j) top = vmax(top, load(gate + j * L + n * N));
@@ -652,19 +825,30 @@ void attend_link(const Problem &p, const Terms &terms, const Asked &want, const 
       s.segments[s.n_segments++] = segment;
       s.rows += keys;
       if (!may_list) continue;
-      if (listed) may_list = listed = enlist(s, ledger, first, segment.at, keys);
+      if (listed) may_list = listed = enlist(s, ledger, rows.n, first, segment.at, keys);
       if (s.rows >= next_stage) {
         const int64_t all_rows = rows.hi - rows.lo;
-        const int iterations = next_stage == STAGE ? 6 : 3;
+        const int iterations = next_stage == STAGE ? 4 : 2;
         next_stage = 2 * s.rows;
-        if ((listed ? 2 : 4) * s.rows < all_rows) listed = search(p, rows, link, s, ledger, listed, iterations);
+        if ((listed ? 2 : 4) * s.rows >= all_rows) continue;
+        listed = search(p, rows, link, s, ledger, listed, iterations, SPARSE_SHARE, census);
+        if constexpr (sizeof(R) == 4 && NV == 3)
+          if (listed && keys_of && all_rows >= SCREEN_LEAST) {
+            screened = list_by_screen(p, terms, want, rows, link, *keys_of, first + keys, s, ledger);
+            keys_of = nullptr;  // only once
+          }
       }
     }
   }
   if constexpr (Link::PRICED)
     if (!free) {
-      listed = search(p, rows, link, s, ledger, listed, 100);
-      if (p.lists) keep<R, NV, Link>(p, rows, s, ledger, listed);
+      if (listed && !screened) {
+        const V none[NV] = {};
+        search(p, rows, link, s, ledger, true, 2, 0, census);
+        prune(p, rows, s, ledger, none, false, none);
+      }
+      listed = search(p, rows, link, s, ledger, listed, 100, s.rows >= STAGE ? SPARSE_SHARE : 0, census);
+      if (p.lists) keep<R, NV, Link>(p, rows, s, ledger, listed, !screened);
       if (listed)
         weigh_link(p, want, rows, link, ledger, 0, s.index, level_lists(s), s.list, s.list_prior, w_panel);
       else
@@ -712,17 +896,32 @@ template <class R, int NV> void forward_link(const Problem &p) {
   const Terms terms(p);
   const Asked want(p, terms);
   const PanelCut<R, NV> cut(p);
-  char *scratch = (char *)((p.scratch + 63) / 64 * 64);
-  parallel(p.threads, cut.cut.units * cut.blocks, [&](int64_t job, int64_t thread) {
-    Arena arena{scratch + thread * cut.thread_bytes(p)};
-    Rows<R, NV> &rows = *arena.take<Rows<R, NV>>(1);
-    Ledger<R, NV> &ledger = *arena.take<Ledger<R, NV>>(1);
-    Sheet<R, NV> sheet = cut.sheet(p, terms, arena);
-    cut.cut.place(p, rows, job / cut.blocks, cut.blocks - 1 - job % cut.blocks);  // longest rows first
-    with_link<R>(p, [&](auto tag) {
-      attend_link<R, NV, typename decltype(tag)::Link>(p, terms, want, rows, sheet, ledger);
+  char *scratch = (char *)((p.scratch + 63) / 64 * 64), *screens = scratch + p.threads * cut.thread_bytes(p);
+  const int64_t heads = p.B * p.Hkv, at_once = cut.screened_heads(p), units = cut.cut.units / heads;  // of one head
+  for (int64_t head = 0; head < heads; head += at_once ? at_once : heads) {
+    const int64_t some = at_once ? least(at_once, heads - head) : heads;
+    if constexpr (sizeof(R) == 4) {
+      const int64_t key_blocks = Screen::blocks(p);
+      parallel(p.threads, at_once ? some * key_blocks : 0, [&](int64_t job, int64_t thread) {
+        Arena arena{scratch + thread * cut.thread_bytes(p)};
+        const int64_t h = job / key_blocks;
+        const Screen screen(p, screens + h * Screen::bytes(p));
+        screen.fill(p, (head + h) / p.Hkv, (head + h) % p.Hkv, job % key_blocks, arena.take<float>(SCREEN_KEYS * p.D));
+      });
+    }
+    parallel(p.threads, some * units * cut.blocks, [&](int64_t job, int64_t thread) {
+      Arena arena{scratch + thread * cut.thread_bytes(p)};
+      Rows<R, NV> &rows = *arena.take<Rows<R, NV>>(1);
+      Ledger<R, NV> &ledger = *arena.take<Ledger<R, NV>>(1);
+      Sheet<R, NV> sheet = cut.sheet(p, terms, arena);
+      const int64_t unit = job / cut.blocks;
+      cut.cut.place(p, rows, head * units + unit, cut.blocks - 1 - job % cut.blocks);  // longest rows first
+      const Screen screen(p, screens + unit / units * Screen::bytes(p));
+      with_link<R>(p, [&](auto tag) {
+        attend_link<R, NV, typename decltype(tag)::Link>(p, terms, want, rows, sheet, ledger, at_once ? &screen : nullptr);
+      });
     });
-  });
+  }
 }
 
 }  // namespace

@@ -25,6 +25,9 @@ struct Terms {
   }
 };
 
+// D numbers in whole vectors.
+template <class R> constexpr int64_t padded(int64_t D) { return (D + Simd<R>::N - 1) / Simd<R>::N * Simd<R>::N; }
+
 template <class R, int NV> struct Rows {
   static constexpr int N = Simd<R>::N, L = N * NV;
   using V = Vec<R>;
@@ -116,10 +119,10 @@ template <class R, int NV> struct Rows {
       for (int64_t d = 0; d < D; ++d) to[d * L + i] = 0;
   }
 
-  // The rows as they are: to[lane][d] = t[row][d] * factor; 0 in lanes without a row.
-  template <class F> void gather_rows(const Tensor &t, int64_t D, R *to, F factor) const {
-    memset(to, 0, L * D * sizeof(R));
-    for (int i = 0; i < n; ++i) copy<R>(t.data, t.type, at(t, i), t.s3, D, to + i * D, 1, factor(i));
+  // The rows as they are: to[lane][d] = t[row][d] * factor; 0 in lanes without a row and beyond D. `to` has rows of `stride`.
+  template <class F> void gather_rows(const Tensor &t, int64_t D, R *to, int64_t stride, F factor) const {
+    memset(to, 0, L * stride * sizeof(R));
+    for (int i = 0; i < n; ++i) copy<R>(t.data, t.type, at(t, i), t.s3, D, to + i * stride, 1, factor(i));
   }
 
   // panel[j][lane] = t[row][first + j], for a tensor that broadcasts to the plan.

@@ -2,6 +2,8 @@
 //   scores:  panel[j][:]  = sum_d  at[d][:] * b[j][d]       Q K^T and dO V^T
 //   gather:  ct[d][:]    += sum_j  panel[j][:] * b[j][d]    P V and dS K, transposed: [d][L]
 //   scatter: c[j][d]     += sum_i  panel[j][i] * a[i][d]    P^T dO and dS^T Q, lanes along d
+// and of single pairs:
+//   dots:    to[t]        = sum_d  a[d] * b[t][d]
 // Only the small left operand (a block of rows) is ever transposed; keys and values are read as they lie.
 #pragma once
 #include "vector.h"
@@ -130,6 +132,22 @@ template <class R, int L> void scatter(const R *panel, const R *a, int64_t strid
     int64_t j = 0;
     for (; j + 6 <= keys; j += 6) scatter_tile<R, L, 6, 1>(panel + j * L, a + d, stride, c + j * stride + d);
     for (; j < keys; ++j) scatter_tile<R, L, 1, 1>(panel + j * L, a + d, stride, c + j * stride + d);
+  }
+}
+
+// to[t] = <a, row(t)> for t < n; D is a multiple of the vector's. `to` has room for a multiple of four.
+template <class R, class F> INLINE void dots(const R *a, int64_t D, int64_t n, R *to, F row) {
+  constexpr int N = Simd<R>::N;
+  for (int64_t t = 0; t < n; t += 4) {
+    const R *b[4];
+    for (int u = 0; u < 4; ++u) b[u] = row(least(t + u, n - 1), u);
+    Vec<R> sum[4] = {};
+    for (int64_t d = 0; d < D; d += N) {
+      const Vec<R> x = load(a + d);
+#pragma GCC unroll 4
+      for (int u = 0; u < 4; ++u) sum[u] += x * load(b[u] + d);
+    }
+    add_lanes<R>(sum, to + t);
   }
 }
 

@@ -42,6 +42,10 @@ template <class R> INLINE Vec<R> load(const R *p) { return *(const typename Simd
 template <class R> INLINE void store(R *p, Vec<R> v) { *(typename Simd<R>::Loose *)p = v; }
 template <class R> INLINE Vec<R> all(R x) { return x - Vec<R>{}; }  // x + 0 would cost an addition: -0 + 0 = 0
 
+template <int C> struct Count {  // a number as a type
+  static constexpr int value = C;
+};
+
 template <class T> INLINE T least(T a, T b) { return a < b ? a : b; }
 template <class T> INLINE T most(T a, T b) { return a > b ? a : b; }
 

@@ -1,0 +1,205 @@
+// Which keys a row may give weight to, found with numbers of 16 bits.
+//
+// Where few keys have weight, all that most scores are for is to be compared with a price. Products of 16-bit integers are
+// nearly twice as fast as those of floats, and how far they are off is known: with q = q' + e and k = k' + f (q', k' what
+// the integers stand for)
+//   |<q, k> - <q', k'>| <= |e| |k| + |q'| |f|,
+// so that no key is missed. Those found get their score in floats.
+// Integers are multiples of a grain, one for each row and one for each block of keys. Two neighbours in d share a lane.
+#pragma once
+#include "rows.h"
+
+namespace {
+
+constexpr int64_t SCREEN_KEYS = 96;  // a block: keys that share a grain, from a multiple of this on
+constexpr int SCREEN_TILE = 3;       // keys x 3 vectors of rows: one more would not fit 16 registers
+
+#if defined(__x86_64__)
+constexpr bool SCREENS = true;
+using Ints = Mask<float>;
+// a + the sum of the two products in each lane. Not to be reassociated, which would take more registers than there are.
+INLINE Ints add_pairs(Ints a, Ints x, Ints y) {
+#if defined(__AVX512BW__)
+  a += (Ints)_mm512_madd_epi16((__m512i)x, (__m512i)y);
+  asm("" : "+v"(a));
+#elif defined(__AVX2__)
+  a += (Ints)_mm256_madd_epi16((__m256i)x, (__m256i)y);
+  asm("" : "+x"(a));
+#else
+  a += (Ints)_mm_madd_epi16((__m128i)x, (__m128i)y);
+  asm("" : "+x"(a));
+#endif
+  return a;
+}
+#else
+constexpr bool SCREENS = false;
+using Ints = Mask<float>;
+INLINE Ints add_pairs(Ints a, Ints, Ints) { return a; }
+#endif
+
+INLINE int64_t words_of(int64_t D) { return (D + 1) / 2; }
+// The largest integer of which D squares still fit 31 bits.
+INLINE float levels(int64_t D) { return floorf(least(32767.0f, sqrtf(2.1e9f / (float)(2 * words_of(D))))); }
+
+struct Grain {
+  float size;        // what 1 stands for; NaN where a number is not finite
+  float norm, lost;  // the length of the row (the longest of a block), and of what rounding took from it
+};
+
+INLINE float largest(const float *from, int64_t D) {  // of the absolute values; NaN if one is not finite
+  constexpr int N = Simd<float>::N;
+  Vec<float> tops = {}, checks = {};
+  int64_t d = 0;
+  for (; d + N <= D; d += N) {
+    const Vec<float> x = load(from + d);
+    tops = vmax(tops, vmax(x, -x)), checks += x * 0.0f;
+  }
+  float top = 0, check = 0;
+  for (int n = 0; n < N; ++n) top = most(top, (float)tops[n]), check += checks[n];
+  for (; d < D; ++d) top = most(top, __builtin_fabsf(from[d])), check += from[d] * 0.0f;
+  return top + check;
+}
+
+// D numbers as integers of one grain, and the squares of what they are and of what rounding takes.
+INLINE void round_row(const float *from, int64_t D, float size, int16_t *to, float &norm, float &lost) {
+  constexpr int N = Simd<float>::N;
+  typedef int16_t Half __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
+  const float inverse = size > 1e-30f ? 1 / size : 0;  // smaller: all is lost, and known to be
+  Vec<float> norms = {}, losses = {};
+  int64_t d = 0;
+  for (; d + N <= D; d += N) {
+    const Vec<float> x = load(from + d), whole = (x * inverse + 12582912.0f) - 12582912.0f, rest = x - whole * size;
+    *(Half *)(to + d) = __builtin_convertvector(__builtin_convertvector(whole, Mask<float>), Half);
+    norms += x * x, losses += rest * rest;
+  }
+  norm = lost = 0;
+  for (int n = 0; n < N; ++n) norm += norms[n], lost += losses[n];
+  for (; d < D; ++d) {
+    const float whole = __builtin_rintf(from[d] * inverse), rest = from[d] - whole * size;
+    to[d] = (int16_t)whole;
+    norm += from[d] * from[d], lost += rest * rest;
+  }
+}
+
+// A head's keys in 16 bits.
+struct Screen {
+  int16_t *keys;  // [Tk][2 words]
+  Grain *grains;  // of the blocks
+
+  static int64_t blocks(const Problem &p) { return (p.Tk + SCREEN_KEYS - 1) / SCREEN_KEYS; }
+  static int64_t bytes(const Problem &p) {  // of one head
+    const int64_t size = p.Tk * words_of(p.D) * 4 + blocks(p) * (int64_t)sizeof(Grain);
+    return (size + 63) / 64 * 64;
+  }
+  Screen(const Problem &p, char *at) : keys((int16_t *)at), grains((Grain *)(at + p.Tk * words_of(p.D) * 4)) {}
+
+  // Block g; `spare` has room for its keys.
+  void fill(const Problem &p, int64_t b, int64_t kv, int64_t g, float *spare) const {
+    const int64_t first = g * SCREEN_KEYS, n = least(SCREEN_KEYS, p.Tk - first), width = 2 * words_of(p.D);
+    int64_t stride;
+    const float *k = as_rows(p.key, b, kv, first, n, p.D, spare, stride);
+    Grain &grain = grains[g];
+    float top = 0;
+    for (int64_t j = 0; j < n; ++j) {
+      const float size = largest(k + j * stride, p.D);
+      if (size != size) {
+        grain.size = size;
+        return;
+      }
+      top = most(top, size);
+    }
+    grain = {top / levels(p.D), 0, 0};
+    for (int64_t j = 0; j < n; ++j) {
+      int16_t *to = keys + (first + j) * width;
+      float norm, lost;
+      round_row(k + j * stride, p.D, grain.size, to, norm, lost);
+      if (p.D < width) to[p.D] = 0;
+      grain.norm = most(grain.norm, norm), grain.lost = most(grain.lost, lost);
+    }
+    grain.norm = sqrtf(grain.norm), grain.lost = sqrtf(grain.lost);
+  }
+};
+
+// panel[j][L]: sums of products of at[words][L] with key j; bits[j * NV + n]: the lanes where that is above their bound.
+template <int NV, class Bits>
+__attribute__((noinline)) void compare(const int32_t *at, const int16_t *k, int64_t words, int64_t keys,
+                                       const Ints *bound, int32_t *panel, Bits *bits) {
+  constexpr int N = Simd<float>::N, L = N * NV;
+  const auto tile = [&](int64_t j, auto count) __attribute__((always_inline)) {
+    constexpr int KEYS = decltype(count)::value;
+    const int16_t *b = k + j * 2 * words;
+    Ints sum[KEYS][NV] = {};
+    const auto step = [&](int64_t w) __attribute__((always_inline)) {
+      Ints a[NV];
+#pragma GCC unroll 8
+      for (int n = 0; n < NV; ++n) memcpy(&a[n], at + w * L + n * N, sizeof a[n]);
+#pragma GCC unroll 4
+      for (int t = 0; t < KEYS; ++t) {
+        int32_t pair;
+        memcpy(&pair, b + 2 * (t * words + w), 4);
+        const Ints x = pair - Ints{};
+#pragma GCC unroll 8
+        for (int n = 0; n < NV; ++n) sum[t][n] = add_pairs(sum[t][n], a[n], x);
+      }
+    };
+    by_four(words, step);
+#pragma GCC unroll 4
+    for (int t = 0; t < KEYS; ++t)
+#pragma GCC unroll 8
+      for (int n = 0; n < NV; ++n) {
+        memcpy(panel + (j + t) * L + n * N, &sum[t][n], sizeof sum[t][n]);
+        bits[(j + t) * NV + n] = (Bits)lanes_of((Ints)(sum[t][n] > bound[n]));
+      }
+  };
+  int64_t j = 0;
+  for (; j + SCREEN_TILE <= keys; j += SCREEN_TILE) tile(j, Count<SCREEN_TILE>());
+  for (; j < keys; ++j) tile(j, Count<1>());
+}
+
+// A block of rows in 16 bits: lanes are rows, [words][L].
+template <int NV> struct CoarseRows {
+  static constexpr int N = Simd<float>::N, L = N * NV;
+  using V = Vec<float>;
+  int32_t *pairs;
+  float size[L], norm[L], lost[L];  // see Grain
+
+  // From rows of D; `spare` has room for one more. False if a number is not finite.
+  bool fill(const float *q, int64_t stride, int64_t n, int64_t D, int16_t *spare) {
+    const int64_t words = words_of(D);
+    memset(spare, 0, words * 4), memset(pairs, 0, words * L * 4);
+    memset(size, 0, sizeof size), memset(norm, 0, sizeof norm), memset(lost, 0, sizeof lost);
+    for (int i = 0; i < n; ++i) {
+      const float top = largest(q + i * stride, D);
+      if (top != top) return false;
+      size[i] = top / levels(D);
+      round_row(q + i * stride, D, size[i], spare, norm[i], lost[i]);
+      norm[i] = sqrtf(norm[i]), lost[i] = sqrtf(lost[i]);
+      for (int64_t w = 0; w < words; ++w) memcpy(pairs + w * L + i, spare + 2 * w, 4);
+    }
+    return true;
+  }
+
+  // How far products with a block's keys may be off, at most so far, goes to `off`. Rows whose exact product with key j
+  // may reach a price that itself was found from such products get their bit in found[j * NV + n]; lanes from n on never.
+  template <class Bits>
+  void find(const Grain &keys_grain, int64_t D, const int16_t *k, int64_t keys, const V *price, int64_t n, V *off,
+            int32_t *panel, Bits *found) const {
+    const int64_t words = words_of(D);
+    const float rounding = (float)(D + 8) * 1.2e-7f * keys_grain.norm;  // of the floats themselves
+    Ints bound[NV];
+    for (int v = 0; v < NV; ++v) {
+      const V e = load(lost + v * N), whole = load(norm + v * N) + e;
+      const V here = 1.001f * (e * keys_grain.norm + whole * (keys_grain.lost + rounding));
+      off[v] = vmax(off[v], here);
+      const V sum = (price[v] - off[v] - here) / (load(size + v * N) * keys_grain.size);
+      // A little less. All sums lie within +-2.1e9, and where this one is no number all of them may reach it.
+      const V limit = -vmax(all(-2.14e9f), -vmax(all(-2.14e9f), sum - 1.0f - 1e-6f * vmax(sum, -sum)));
+      bound[v] = __builtin_convertvector(sum == sum ? limit : all(-2.14e9f), Ints);
+      for (int i = 0; i < N; ++i)
+        if (v * N + i >= n) bound[v][i] = INT32_MAX;
+    }
+    compare<NV>(pairs, k, words, keys, bound, panel, found);
+  }
+};
+
+}  // namespace
