@@ -317,7 +317,7 @@ template <class R, int NV> bool has_room(const Sheet<R, NV> &s, int64_t keys) {
 }
 
 // Add panel rows at ... at + keys - 1 (keys first ...) to the lists: the candidates whose x is not below the best price.
-// False if there is no room.
+// False if there is no room, or a price is not a number.
 template <class R, int NV>
 bool enlist(Sheet<R, NV> &s, const Ledger<R, NV> &ledger, int rows, int64_t first, int64_t at, int64_t keys) {
   using V = Vec<R>;
@@ -325,19 +325,20 @@ bool enlist(Sheet<R, NV> &s, const Ledger<R, NV> &ledger, int rows, int64_t firs
   if (!has_room(s, keys)) return false;
   Found<R, NV> found;
   V bound[NV];  // above -inf, so that no key that may not be read is found
-  Mask<R> number[NV];
+  Mask<R> row[NV] = {};  // a lane without a row: all its x are equal
   for (int n = 0; n < NV; ++n) {
-    bound[n] = vmax(all(LOWEST<R>), ledger.best[n]), number[n] = ledger.best[n] == ledger.best[n];
-    for (int i = 0; i < N; ++i)
-      if (n * N + i >= rows) number[n][i] = 0;  // a lane without a row: all its x are equal
+    bound[n] = vmax(all(LOWEST<R>), ledger.best[n]);
+    for (int i = 0; i < N && n * N + i < rows; ++i) {
+      row[n][i] = -1;
+      if (bound[n][i] != bound[n][i]) return false;  // a NaN hides the price: all keys count
+    }
   }
   const R *x = s.x + at * L;
   for (int64_t j = 0; j < keys; ++j)
 #pragma GCC unroll 4
     for (int n = 0; n < NV; ++n) {
       // Not below: one NaN is found, which is the row's. (At a large score the bound may be rounded up to the best key.)
-      found.bits[j * NV + n] =
-          (LaneBits<R>)lanes_of((Mask<R>)(~(load(x + j * L + n * N) < bound[n]) & number[n]));
+      found.bits[j * NV + n] = (LaneBits<R>)lanes_of((Mask<R>)(~(load(x + j * L + n * N) < bound[n]) & row[n]));
     }
   found.each(keys, [&](int64_t place) {
     const int64_t j = place / L, i = place % L, to = (int64_t)s.length[i]++ * L + i;
@@ -472,14 +473,20 @@ bool list_by_screen(const Problem &p, const Terms &terms, const Asked &want, con
     memcpy(s.length, lengths, sizeof lengths);
     return false;
   };
-  V off[NV] = {};
+  float longest = 0;
+  for (int64_t g = rows.lo / SCREEN_KEYS; g * SCREEN_KEYS < from; ++g) {
+    if (!(keys_of.grains[g].size >= 0)) return false;
+    longest = most(longest, keys_of.grains[g].norm);
+  }
+  V off[NV];
+  s.coarse.rounding(longest, p.D, off);
   Found<float, NV> found;
   Census census;
   int64_t stage = 2 * known;
   for (int64_t first = from, next; first < rows.hi; first = next) {
     next = least(rows.hi, (first / SCREEN_KEYS + 1) * SCREEN_KEYS);
     const int64_t keys = next - first;
-    const Gate open = open_gate(p, terms, rows, first, keys, s.gate, s.bias, s.spare, s.live);
+    const Gate open = open_gate(p, terms, rows, first, keys, s.gate, s.bias, s.spare, s.live + known);
     if (open == CLOSED) continue;
     const float *gate = open == PARTLY ? s.gate : nullptr;
     const Grain &grain = keys_of.grains[first / SCREEN_KEYS];

@@ -179,19 +179,27 @@ template <int NV> struct CoarseRows {
     return true;
   }
 
+  // How far products in floats with keys of this length may be off.
+  void rounding(float length, int64_t D, V *off) const {
+    for (int v = 0; v < NV; ++v)
+      off[v] = (float)(D + 8) * 1.2e-7f * length * (load(norm + v * N) + load(lost + v * N));
+  }
+
   // How far products with a block's keys may be off, at most so far, goes to `off`. Rows whose exact product with key j
   // may reach a price that itself was found from such products get their bit in found[j * NV + n]; lanes from n on never.
   template <class Bits>
   void find(const Grain &keys_grain, int64_t D, const int16_t *k, int64_t keys, const V *price, int64_t n, V *off,
             int32_t *panel, Bits *found) const {
     const int64_t words = words_of(D);
-    const float rounding = (float)(D + 8) * 1.2e-7f * keys_grain.norm;  // of the floats themselves
+    V floats[NV];
+    rounding(keys_grain.norm, D, floats);
     Ints bound[NV];
     for (int v = 0; v < NV; ++v) {
       const V e = load(lost + v * N), whole = load(norm + v * N) + e;
-      const V here = 1.001f * (e * keys_grain.norm + whole * (keys_grain.lost + rounding));
+      const V here = 1.001f * (e * keys_grain.norm + whole * keys_grain.lost + floats[v]);
       off[v] = vmax(off[v], here);
-      const V sum = (price[v] - off[v] - here) / (load(size + v * N) * keys_grain.size);
+      const V least_sum = (price[v] - off[v] - here) / (load(size + v * N) * keys_grain.size);
+      const V sum = -vmax(all(-3e9f), -vmax(all(-3e9f), least_sum));
       // A little less. All sums lie within +-2.1e9, and where this one is no number all of them may reach it.
       const V limit = -vmax(all(-2.14e9f), -vmax(all(-2.14e9f), sum - 1.0f - 1e-6f * vmax(sum, -sum)));
       bound[v] = __builtin_convertvector(sum == sum ? limit : all(-2.14e9f), Ints);

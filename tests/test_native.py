@@ -585,6 +585,28 @@ def test_links_screened_keys_of_every_shape(shape):
     case.check(gradients=shape["Tk"] == 1000)
 
 
+@pytest.mark.parametrize("masked", [5, 7, 1444, 1445])
+def test_links_screened_keys_that_are_given_up(masked):
+    """Lists run full after the screen: which of the first keys nobody reads must still be known."""
+    q, k, v = (torch.zeros(1, 1, n, 16) for n in (24, 1536, 1536))
+    q[..., 0], k[..., 0], k[..., 5, 0], k[..., 960:, 0] = 40, -1, 1, 1
+    v[..., 5, :], v[..., masked, :] = 1000, math.nan
+    mask = torch.arange(1536) != masked
+    problem = Transport(Tsallis(2.0))
+    found = regard.attention(q, k, v, mask, problem=problem, backend="native")
+    truth = regard.attention(q.double(), k.double(), v.double(), mask, problem=problem, backend="torch")
+    assert error(found, truth) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("key", [95, 191, 192, 287, 383, 500, 1499])
+def test_links_nan_of_a_key_is_everybodys_however_few_have_weight(key, dtype):
+    q, k, v = spread(6, 6.0, B=1, H=1, Hkv=1, Tq=24, Tk=1500).values()
+    k[..., key, 2] = math.nan
+    out = regard.attention(*(t.to(dtype) for t in (q, k, v)), problem=Transport(Tsallis(1.5)), backend="native")
+    assert out.isnan().all()
+
+
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 1e30])
 @pytest.mark.parametrize("where", [("q", 7), ("k", 500), ("k", 1490)])
 def test_links_screened_keys_are_finite(where, bad):
