@@ -473,13 +473,7 @@ bool list_by_screen(const Problem &p, const Terms &terms, const Asked &want, con
     memcpy(s.length, lengths, sizeof lengths);
     return false;
   };
-  float longest = 0;
-  for (int64_t g = rows.lo / SCREEN_KEYS; g * SCREEN_KEYS < from; ++g) {
-    if (!(keys_of.grains[g].size >= 0)) return false;
-    longest = most(longest, keys_of.grains[g].norm);
-  }
-  V off[NV];
-  s.coarse.rounding(longest, p.D, off);
+  V off[NV] = {};
   Found<float, NV> found;
   Census census;
   int64_t stage = 2 * known;
