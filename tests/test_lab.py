@@ -532,5 +532,6 @@ def test_workers_give_the_same_cells(tmp_path):
             assert (one.result, one.metrics) == (two.result, two.metrics)
         assert measure_all(runs[1], 2)  # nothing is left to do
         assert not measure_all(runs[2], 1, stopping=lambda: True)
+        assert not list((tmp_path / "stopped").rglob("checkpoint.safetensors"))  # those that waited never began
     finally:
         torch.set_num_threads(before)

@@ -38,6 +38,8 @@ def _end_with_the_first() -> None:
 def _measure(setting: str, seed: int) -> bool:
     """Whether the cell was finished."""
     with _busy:
+        if _given["stop"].is_set():  # it was on its way here already, and would leave a checkpoint of no steps
+            return False
         try:
             _given["run"].measure(setting, seed, stopping=_given["stop"].is_set)
         except Stopped:
