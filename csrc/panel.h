@@ -473,7 +473,7 @@ bool list_by_screen(const Problem &p, const Terms &terms, const Asked &want, con
     memcpy(s.length, lengths, sizeof lengths);
     return false;
   };
-  V off[NV] = {};
+  V off[NV] = {};  // of products in 16 bits: what floats lost of the keys before `from` is lost without a screen, too
   Found<float, NV> found;
   Census census;
   int64_t stage = 2 * known;

@@ -4,7 +4,7 @@
 // nearly twice as fast as those of floats, and how far they are off is known: with q = q' + e and k = k' + f (q', k' what
 // the integers stand for)
 //   |<q, k> - <q', k'>| <= |e| |k| + |q'| |f|,
-// so that no key is missed. Those found get their score in floats.
+// so that no key is missed but those that floats might miss. Those found get their score in floats.
 // Integers are multiples of a grain, one for each row and one for each block of keys. Two neighbours in d share a lane.
 #pragma once
 #include "rows.h"
@@ -179,24 +179,17 @@ template <int NV> struct CoarseRows {
     return true;
   }
 
-  // How far products in floats with keys of this length may be off.
-  void rounding(float length, int64_t D, V *off) const {
-    for (int v = 0; v < NV; ++v)
-      off[v] = (float)(D + 8) * 1.2e-7f * length * (load(norm + v * N) + load(lost + v * N));
-  }
-
   // How far products with a block's keys may be off, at most so far, goes to `off`. Rows whose exact product with key j
   // may reach a price that itself was found from such products get their bit in found[j * NV + n]; lanes from n on never.
   template <class Bits>
   void find(const Grain &keys_grain, int64_t D, const int16_t *k, int64_t keys, const V *price, int64_t n, V *off,
             int32_t *panel, Bits *found) const {
     const int64_t words = words_of(D);
-    V floats[NV];
-    rounding(keys_grain.norm, D, floats);
+    const float floats = (float)(D + 8) * 1.2e-7f * keys_grain.norm;  // times a row's length: what they lose
     Ints bound[NV];
     for (int v = 0; v < NV; ++v) {
       const V e = load(lost + v * N), whole = load(norm + v * N) + e;
-      const V here = 1.001f * (e * keys_grain.norm + whole * keys_grain.lost + floats[v]);
+      const V here = 1.001f * (e * keys_grain.norm + whole * (keys_grain.lost + floats));
       off[v] = vmax(off[v], here);
       const V least_sum = (price[v] - off[v] - here) / (load(size + v * N) * keys_grain.size);
       const V sum = -vmax(all(-3e9f), -vmax(all(-3e9f), least_sum));

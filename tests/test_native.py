@@ -710,12 +710,16 @@ def test_links_nan_stays_in_its_row(link, T):
     spoilt = tensors | {"q": tensors["q"].clone()}
     spoilt["q"][0, 0, 7, 2] = math.nan
     rest = torch.arange(30) != 7
-    clean, found = (Linked(link, t, dict).run("native", gradients=False) for t in (tensors, spoilt))
+    case, other = (Linked(link, t, dict) for t in (tensors, spoilt))
+    found = other.run("native", gradients=False)
     assert found["out"][0, 0, 7].isnan().all()
-    for name, value in found.items():
-        if name != "key_mass":
-            # Its neighbours may get their scores in another way (csrc/screen.h) than without it.
-            assert torch.allclose(value[:, :, rest], clean[name][:, :, rest], rtol=1e-5, atol=1e-5), name
+    runs = found, *(case.run("torch", dtype, gradients=False) for dtype in (torch.float64, None))
+    case.judge(*({n: t[:, :, rest] for n, t in run.items() if n != "key_mass"} for run in runs), case.factor)
+    if T == 60:  # among more keys its neighbours may get their scores in another way than without it (csrc/screen.h)
+        clean = case.run("native", gradients=False)
+        for name, value in found.items():
+            if name != "key_mass":
+                assert torch.allclose(value[:, :, rest], clean[name][:, :, rest], rtol=1e-5, atol=1e-6), name
     for key in (0, T // 2, T - 1):  # and one in a key is everybody's
         spoilt = tensors | {"k": tensors["k"].clone()}
         spoilt["k"][0, 0, key, 2] = math.nan
