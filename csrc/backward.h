@@ -302,7 +302,7 @@ void pull_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv, int
         from = least(from, most(lo, r.rows.lo)), to = most(to, least(hi, r.rows.hi));
       }
       if (as_they_lie && pairs) {
-        // In windows of keys that stay in the second-level cache; wide enough to have some pairs of each row.
+        // In windows of keys, so that they stay in the cache from row to row; wide enough to have some pairs of each row.
         const int64_t window = most(WINDOW_KEYS, (p.Tk - lo) * 8 * n_blocks * L / pairs);
         for (int64_t j = lo; j < hi; j += window)
           for (int64_t g = 0; g < n_blocks; ++g) {

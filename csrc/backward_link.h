@@ -33,7 +33,16 @@ template <class R> void prepare_link(const Problem &p, BackRows<R> &r) {
     }
     r.peak[n][lane] = peak, r.rest[n][lane] = of_row<R>(p.saved_rest, rows.at(p.saved_rest, i));
     R base = 0;
-    if (p.grad_out && !free) base = dot(r.d_out + i * Dvp, p.saved_tilt, rows.at(p.saved_tilt, i), p.Dv);
+    const int64_t tilt_at = rows.at(p.saved_tilt, i);
+    if (p.grad_out && !free && r.keys) {  // added as the pairs' utilities are: one key's is its row's
+      R *tilt = r.dot_t, sums[4];
+      copy<R>(p.saved_tilt.data, p.saved_tilt.type, tilt_at, p.saved_tilt.s3, p.Dv, tilt, 1, (R)1);
+      for (int64_t d = p.Dv; d < Dvp; ++d) tilt[d] = 0;
+      dots(r.d_out + i * Dvp, Dvp, 1, sums, [&](int64_t, int) { return tilt; });
+      base = sums[0];
+    } else if (p.grad_out && !free) {
+      base = dot(r.d_out + i * Dvp, p.saved_tilt, tilt_at, p.Dv);
+    }
     R add = 0;
     if (p.grad_entropy) {
       R mass = (R)p.mass;
@@ -54,9 +63,13 @@ template <class R> void prepare_link(const Problem &p, BackRows<R> &r) {
 }
 
 template <class R> INLINE void add(R factor, const R *from, int64_t n, R *to) {
-  constexpr int N = Simd<R>::N;
+  constexpr int N = Simd<R>::N, U = 4;
   const Vec<R> f = all(factor);
-  for (int64_t d = 0; d < n; d += N) store(to + d, load(to + d) + f * load(from + d));
+  int64_t d = 0;
+  for (; d + U * N <= n; d += U * N)
+#pragma GCC unroll 4
+    for (int u = 0; u < U; ++u) store(to + d + u * N, load(to + d + u * N) + f * load(from + d + u * N));
+  for (; d < n; d += N) store(to + d, load(to + d) + f * load(from + d));
 }
 
 // Rows of a block with whole vectors, 0 beyond D: pairs read them.
@@ -80,7 +93,7 @@ template <class R> void take_lists(const Problem &p, BackRows<R> &r, int64_t lo)
   constexpr int L = BackRows<R>::L;
   const Lists<R, L> lists(p, p.saved_lists, r.rows);
   if (!lists.some()) return;
-  r.keys = lists.keys(), r.x = lists.at[0] < 0 ? lists.x() : nullptr;
+  r.keys = lists.keys(), r.x = lists.with_x() ? lists.x() : nullptr;
   for (int i = 0; i < L; ++i) {
     r.end[i] = lists.ends()[i + 1];
     int64_t from = lists.ends()[i], to = r.end[i];
@@ -162,20 +175,6 @@ template <class R, class Link> struct Pairs {
 
   static constexpr int SOME = 16;  // pairs whose rows stay in the first-level cache from one product to the next
 
-  // to[j[t]] += f[t] a, for pairs of different keys.
-  INLINE static void add_to(const R *f, const R *a, int64_t D, const int64_t *j, int n, R *to) {
-    constexpr int U = 4;
-    for (int t = 0; t < n; ++t) {
-      R *row = to + j[t] * D;
-      const V x = all(f[t]);
-      int64_t d = 0;
-      for (; d + U * N <= D; d += U * N)
-#pragma GCC unroll 4
-        for (int u = 0; u < U; ++u) store(row + d + u * N, load(row + d + u * N) + x * load(a + d + u * N));
-      for (; d < D; d += N) store(row + d, load(row + d) + x * load(a + d));
-    }
-  }
-
   // The pairs of row i's list up to key `limit`.
   void pull_listed(int i, int64_t limit) const {
     const int n = i / N, lane = i % N;
@@ -190,11 +189,11 @@ template <class R, class Link> struct Pairs {
       if (!pairs) break;
       r.next[i] = at;
       R x[SOME] = {}, u[SOME] = {}, weight[SOME], g[SOME];
-      // x to the last bit as the price was found from it: the weights are differences.
+      // x to the last bit as the price was found from it: weights are differences.
       if (r.x)
         for (int t = 0; t < pairs; ++t) x[t] = r.x[at - pairs + t];
       else
-        dots(r.qt + i * Dp, Dp, pairs, x, [&](int64_t t, int) { return k + j[t] * k_stride; });
+        chains(r.qt + i * Dp, Dp, pairs, x, [&](int64_t t, int) { return k + j[t] * k_stride; });
       if (p.grad_out) dots(d_out, Dvp, pairs, u, [&](int64_t t, int) { return v + j[t] * v_stride; });
       for (int t = 0; t < pairs; t += N) {
         const V d = load(x + t) - peak + rest;
@@ -207,8 +206,8 @@ template <class R, class Link> struct Pairs {
         for (int m = 0; m < N && t + m < pairs; ++m)
           if (!none[m]) g[t + m] = advantage(i, j[t + m], u[t + m], d[m], weight[t + m], w_row[m], alpha[m]);
       }
-      if (p.dv && p.grad_out) add_to(weight, d_out, Dvp, j, pairs, dv);
-      if (p.dk) add_to(g, q, Dp, j, pairs, dk);
+      for (int t = 0; t < pairs && p.dv && p.grad_out; ++t) add(weight[t], d_out, Dvp, dv + j[t] * Dvp);
+      for (int t = 0; t < pairs && p.dk; ++t) add(g[t], q, Dp, dk + j[t] * Dp);
       if (p.dq)
         for (int64_t d = 0; d < Dp; d += N) {
           V sum = load(r.dq + i * Dp + d);

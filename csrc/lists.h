@@ -1,7 +1,7 @@
 // What a block of rows keeps for the backward pass where few keys have weight: which, row by row and in order. Then backward
-// needs no Q K^T. The block's rows share their room in a [B, H, Tq, some]: L, where each row's list begins and the last one
-// ends (L + 1 integers), the keys, in 16 bits if that is enough. -L instead: and their x, unless it can be had again to the
-// last bit (prune in panel.h). 0: nothing was kept, there were too many or no lists.
+// needs no Q K^T of all keys. The block's rows share their room in a [B, H, Tq, some]: L and flags, where each row's list
+// begins and the last one ends (L + 1 integers), the keys, in 16 bits if that is enough, and x where there is room: else it
+// is made again (`chains`). 0 instead of L: nothing was kept, there were too many or no lists.
 #pragma once
 #include "rows.h"
 
@@ -21,6 +21,7 @@ template <class R, int L> struct Lists {
   const int64_t bytes;  // for keys and x
 
   static constexpr int64_t HEAD = L + 2;
+  static constexpr int32_t WITH_X = 256, SCREENED = 512;  // SCREENED: tests want to know
   template <class Rows>
   Lists(const Problem &p, const Tensor &t, const Rows &rows)
       : at((int32_t *)((R *)t.data + rows.at(t, 0))), wide(p.Tk > 65536),
@@ -30,7 +31,8 @@ template <class R, int L> struct Lists {
     const int64_t key = wide ? 4 : 2;
     return with_x ? (bytes - 8) / (key + (int64_t)sizeof(R)) : bytes / key;
   }
-  bool some() const { return bytes > 0 && (at[0] == L || at[0] == -L); }
+  bool some() const { return bytes > 0 && (at[0] & 255) == L; }
+  bool with_x() const { return at[0] & WITH_X; }
   int32_t *ends() const { return at + 1; }  // list i is ends()[i] ... ends()[i + 1] - 1
   void put(int64_t i, int64_t key) const {
     if (wide)

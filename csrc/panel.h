@@ -25,9 +25,9 @@ namespace {
 constexpr double SPARSE_SHARE = 0.2;
 constexpr int64_t PANEL_KEYS = 96;        // keys per block
 constexpr int64_t SAMPLE = 16;            // one key in so many makes a first guess of the price
-constexpr int64_t SCREEN_ROOM = (int64_t)1 << 25;  // bytes for keys in 16 bits, or one head's
-constexpr int64_t SCREEN_LEAST = 768;     // keys that make it worth while
 constexpr int64_t STAGE = 2 * PANEL_KEYS;  // keys after which the price is solved for the first time
+constexpr int64_t SCREEN_ROOM = (int64_t)1 << 25;  // bytes for keys in 16 bits, or one head's
+constexpr int64_t SCREEN_BLOCKS = 4;      // blocks of rows that make it worth while to round a head's keys
 
 struct Asked {  // what a call wants besides output and price
   bool entropy, moments, energy, collision, top, support, admissible, first, spread, drop, prior_mass, log_prior, soft;
@@ -90,17 +90,17 @@ template <class R, int NV> struct PanelCut {
     if (p.marginal == regard::FREE) span = least(span, PANEL_KEYS);
   }
   int64_t list_rows() const { return span / 3 + 1; }
-  int64_t segments() const { return span / PANEL_KEYS + 3; }
-  // Whether keys are screened: where rows may have lists, and x is the product alone.
-  static bool screens(const Problem &p) {
+  int64_t segments() const { return span / PANEL_KEYS + 2; }
+  // Whether keys are screened: where rows may have lists before they have seen all keys, and x is the product alone.
+  bool screens(const Problem &p) const {
     const Terms terms(p);
-    const bool rows = p.marginal == regard::ROWS || p.marginal == regard::SINK;
-    return SCREENS && sizeof(R) == 4 && NV == 3 && rows && terms.folded && !terms.prior && p.Tk >= SCREEN_LEAST;
+    const bool rows = p.marginal == regard::ROWS || p.marginal == regard::SINK, folded = terms.folded && !terms.prior;
+    const bool many = span > 4 * STAGE && cut.units / (p.B * p.Hkv) * blocks >= SCREEN_BLOCKS;
+    return SCREENS && sizeof(R) == 4 && NV == 3 && rows && folded && many;
   }
   // Heads whose keys are in 16 bits at a time.
-  static int64_t screened_heads(const Problem &p) {
-    if (!screens(p)) return 0;
-    return least(p.B * p.Hkv, most(p.threads, SCREEN_ROOM / Screen::bytes(p) + 1));
+  int64_t screened_heads(const Problem &p) const {
+    return screens(p) ? least(p.B * p.Hkv, SCREEN_ROOM / Screen::bytes(p) + 1) : 0;
   }
   int64_t thread_bytes(const Problem &p) const {
     const int64_t copies = Terms(p).prior ? 2 : 1;  // x, and the prior beside it
@@ -108,7 +108,7 @@ template <class R, int NV> struct PanelCut {
         L * (copies * span + 4 * PANEL_KEYS + p.D + 2 * p.Dv) + PANEL_KEYS * (p.D + p.Dv);
     const int64_t screen = screens(p) ? (L + 1) * words_of(p.D) * 4 + PANEL_KEYS * L * 4 + 256 : 0;
     const int64_t lists = p.marginal == regard::FREE ? 0 : list_rows() * L;
-    const int64_t one_list = list_rows() * 4 + (L + 4) * padded<R>(p.D) * (int64_t)sizeof(R);
+    const int64_t one_list = list_rows() * 4 + (L + 16) * padded<R>(p.D) * (int64_t)sizeof(R);
     return (numbers * (int64_t)sizeof(R) + lists * (int64_t)(sizeof(int32_t) + (copies + 1) * sizeof(R)) + one_list + span +
             screen + segments() * (int64_t)sizeof(typename Sheet<R, NV>::Segment) + (int64_t)sizeof(Rows<R, NV>) +
             (int64_t)sizeof(Ledger<R, NV>) + 64 * 24) / 64 * 64 + 64;
@@ -132,7 +132,7 @@ template <class R, int NV> struct PanelCut {
     for (R **panel : panels) *panel = arena.take<R>(PANEL_KEYS * L);
     s.k_spare = arena.take<R>(PANEL_KEYS * p.D), s.v_spare = arena.take<R>(PANEL_KEYS * p.Dv);
     s.qt = arena.take<R>(L * p.D), s.ot = arena.take<R>(L * p.Dv), s.tilt_t = arena.take<R>(L * p.Dv);
-    s.q = arena.take<R>((L + 4) * padded<R>(p.D)), s.picked = arena.take<int32_t>(list_rows());
+    s.q = arena.take<R>((L + 16) * padded<R>(p.D)), s.picked = arena.take<int32_t>(list_rows());
     if (screens(p)) {
       s.coarse.pairs = arena.take<int32_t>(L * words_of(p.D));
       s.coarse_spare = arena.take<int16_t>(2 * words_of(p.D)), s.sums = arena.take<int32_t>(PANEL_KEYS * L);
@@ -316,10 +316,10 @@ template <class R, int NV> bool has_room(const Sheet<R, NV> &s, int64_t keys) {
   return longest + keys <= s.room;
 }
 
-// Add panel rows at ... at + keys - 1 (keys first ...) to the lists: the candidates whose x is not below the best price.
+// Add panel rows at ... at + keys - 1 (keys first ...) to the lists: the candidates whose x is not below the price.
 // False if there is no room, or a price is not a number.
 template <class R, int NV>
-bool enlist(Sheet<R, NV> &s, const Ledger<R, NV> &ledger, int rows, int64_t first, int64_t at, int64_t keys) {
+bool enlist(Sheet<R, NV> &s, const Vec<R> *price, int rows, int64_t first, int64_t at, int64_t keys) {
   using V = Vec<R>;
   constexpr int N = Simd<R>::N, L = N * NV;
   if (!has_room(s, keys)) return false;
@@ -327,7 +327,7 @@ bool enlist(Sheet<R, NV> &s, const Ledger<R, NV> &ledger, int rows, int64_t firs
   V bound[NV];  // above -inf, so that no key that may not be read is found
   Mask<R> row[NV] = {};  // a lane without a row: all its x are equal
   for (int n = 0; n < NV; ++n) {
-    bound[n] = vmax(all(LOWEST<R>), ledger.best[n]);
+    bound[n] = vmax(all(LOWEST<R>), price[n]);
     for (int i = 0; i < N && n * N + i < rows; ++i) {
       row[n][i] = -1;
       if (bound[n][i] != bound[n][i]) return false;  // a NaN hides the price: all keys count
@@ -348,17 +348,17 @@ bool enlist(Sheet<R, NV> &s, const Ledger<R, NV> &ledger, int rows, int64_t firs
   return true;
 }
 
-// Lists without the keys that lie below the best price by more than `off`. anew: x, which came from 16 bits, is made again,
-// pair by pair; the backward pass does the same. `exact`: the largest x of keys before those.
+// Lists without the keys that lie below the best price by more than `off`. Where x came from 16 bits it is made again, as
+// all other passes make it; then `exact` is given, the largest x of keys before those.
 template <class R, int NV>
-void prune(const Problem &p, const Rows<R, NV> &rows, Sheet<R, NV> &s, Ledger<R, NV> &ledger, const Vec<R> *off, bool anew,
-           const Vec<R> *exact) {
+void prune(const Problem &p, const Rows<R, NV> &rows, Sheet<R, NV> &s, Ledger<R, NV> &ledger, const Vec<R> *off,
+           const Vec<R> *exact = nullptr) {
   constexpr int N = Simd<R>::N, L = N * NV, FAR = 16;
   const int64_t base = p.key.s0 * rows.b + p.key.s1 * rows.kv, Dp = padded<R>(p.D);
   const bool as_is = rows_of<R>(p.key, p.D) && p.D == Dp;
   R *x = s.x, *spare = s.q + L * Dp;  // the panel is not needed any more
   int32_t *index = s.picked;
-  memset(spare, 0, 4 * Dp * sizeof(R));
+  memset(spare, 0, 16 * Dp * sizeof(R));
   for (int i = 0; i < L; ++i) {
     if (i >= rows.n) {
       s.length[i] = 0;
@@ -375,8 +375,8 @@ void prune(const Problem &p, const Rows<R, NV> &rows, Sheet<R, NV> &s, Ledger<R,
       n += !(at < bound);
     }
     s.length[i] = (int32_t)n;
-    if (anew) {
-      dots(s.q + i * Dp, Dp, n, x, [&](int64_t k, int u) -> const R * {
+    if (exact) {
+      chains(s.q + i * Dp, Dp, n, x, [&](int64_t k, int u) -> const R * {
         const int64_t at = base + index[k] * p.key.s2;
         if (!as_is) {
           copy<R>(p.key.data, p.key.type, at, p.key.s3, p.D, spare + u * Dp, 1, (R)1);
@@ -436,7 +436,7 @@ bool search(const Problem &p, const Rows<R, NV> &rows, const Link &link, Sheet<R
       memset(s.length, 0, sizeof s.length);
       listed = true;
       for (int64_t g = 0; g < s.n_segments && listed; ++g)
-        listed = enlist(s, ledger, rows.n, s.segments[g].first, s.segments[g].at, s.segments[g].keys);
+        listed = enlist(s, ledger.best, rows.n, s.segments[g].first, s.segments[g].at, s.segments[g].keys);
       list_rows = listed ? level_lists(s) : 0;
     }
     if (settled) break;
@@ -454,8 +454,23 @@ template <class R, int NV> void count_admissible(Ledger<R, NV> &ledger, int64_t 
   }
 }
 
-// Fill the rows' lists from key `from` to the end by products in 16 bits (screen.h). False if there is no room, or some
-// number is not finite; then sheet and ledger are as they were.
+// x of a block of keys, into the panel, and the largest of each row.
+template <class R, int NV>
+void score_block(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, int64_t first, int64_t keys,
+                 const R *gate, Sheet<R, NV> &s, R *x, Vec<R> *top) {
+  constexpr int N = Simd<R>::N, L = N * NV;
+  int64_t stride;
+  const R *k = as_rows(p.key, rows.b, rows.kv, first, keys, p.D, s.k_spare, stride);
+  if (!gate && terms.folded) return scores<R, NV, true>(s.qt, k, stride, p.D, keys, x, top);
+  scores<R, NV, false>(s.qt, k, stride, p.D, keys, x);
+  dress(p, terms, rows, keys, x, gate, s.bias, (R *)nullptr, (R *)nullptr);
+  for (int n = 0; n < NV; ++n)
+    for (int64_t j = 0; j < keys; ++j) top[n] = vmax(top[n], load(x + j * L + n * N));
+}
+
+// Fill the rows' lists from key `from` to the end, by products in 16 bits (screen.h) where all rows may read the keys that
+// share a grain: nothing depends on what others hold. False if there is no room, or some number is not finite; then sheet
+// and ledger are as they were.
 template <int NV, class Link>
 bool list_by_screen(const Problem &p, const Terms &terms, const Asked &want, const Rows<float, NV> &rows,
                     const Link &link, const Screen &keys_of, int64_t from, Sheet<float, NV> &s,
@@ -480,26 +495,37 @@ bool list_by_screen(const Problem &p, const Terms &terms, const Asked &want, con
   for (int64_t first = from, next; first < rows.hi; first = next) {
     next = least(rows.hi, (first / SCREEN_KEYS + 1) * SCREEN_KEYS);
     const int64_t keys = next - first;
-    const Gate open = open_gate(p, terms, rows, first, keys, s.gate, s.bias, s.spare, s.live + known);
+    const Gate open = open_gate(p, terms, rows, first, keys, s.gate, s.bias, s.spare, s.live + s.rows);
     if (open == CLOSED) continue;
     const float *gate = open == PARTLY ? s.gate : nullptr;
-    const Grain &grain = keys_of.grains[first / SCREEN_KEYS];
-    if (!(grain.size >= 0) || !has_room(s, keys)) return no();
     V price[NV];  // or the largest score, which is to be known where a null key takes all
     for (int n = 0; n < NV; ++n) price[n] = ledger.best[n] < ledger.top[n] ? ledger.best[n] : ledger.top[n];
-    s.coarse.find(grain, p.D, keys_of.keys + first * 2 * words, keys, price, rows.n, off, s.sums, found.bits);
-    for (int64_t v = 0; v < keys * NV && gate; ++v)
-      found.bits[v] &= lanes_of((Mask<float>)(load(gate + v * N) > -INF<float>));
-    float size[L], top[L];
-    for (int i = 0; i < L; ++i) size[i] = s.coarse.size[i] * grain.size;
-    for (int n = 0; n < NV; ++n) store(top + n * N, ledger.top[n]);
-    found.each(keys, [&](int64_t place) {
-      const int64_t j = place / L, i = place % L, to = (int64_t)s.length[i]++ * L + i;
-      const float x = (float)s.sums[place] * size[i];
-      s.list[to] = x, s.index[to] = (int32_t)(first + j);
-      top[i] = most(top[i], x);
-    });
-    for (int n = 0; n < NV; ++n) ledger.top[n] = load(top + n * N);
+    bool whole = first % SCREEN_KEYS == 0 && (next % SCREEN_KEYS == 0 || next == p.Tk);
+    for (int64_t v = 0; v < keys * NV && gate && whole; ++v) whole = !any(load(gate + v * N) == -INF<float>);
+    if (whole) {
+      const Grain &grain = keys_of.grains[first / SCREEN_KEYS];
+      if (!(grain.size >= 0) || !has_room(s, keys)) return no();
+      s.coarse.find(grain, p.D, keys_of.keys + first * 2 * words, keys, price, rows.n, off, s.sums, found.bits);
+      float size[L], top[L];
+      for (int i = 0; i < L; ++i) size[i] = s.coarse.size[i] * grain.size;
+      for (int n = 0; n < NV; ++n) store(top + n * N, ledger.top[n]);
+      found.each(keys, [&](int64_t place) {
+        const int64_t j = place / L, i = place % L, to = (int64_t)s.length[i]++ * L + i;
+        const float x = (float)s.sums[place] * size[i];
+        s.list[to] = x, s.index[to] = (int32_t)(first + j);
+        top[i] = most(top[i], x);
+      });
+      for (int n = 0; n < NV; ++n) ledger.top[n] = load(top + n * N);
+    } else {
+      float *x = s.x + s.rows * L;
+      score_block(p, terms, rows, first, keys, gate, s, x, ledger.top);
+      for (int64_t v = 0; v < keys * NV; ++v) {
+        const V at = load(x + v * N);
+        if (any((at - at != 0) & (at != -INF<float>))) return no();
+      }
+      for (int n = 0; n < NV; ++n) price[n] -= off[n];
+      if (!enlist(s, price, rows.n, first, s.rows, keys)) return no();
+    }
     bid(p, link, keys, s.x, (const float *)nullptr, ledger);
     if (want.admissible) count_admissible(ledger, keys, gate);
     s.rows += keys;
@@ -512,7 +538,7 @@ bool list_by_screen(const Problem &p, const Terms &terms, const Asked &want, con
     if (any(far - far != 0)) return no();
     far *= 2.0f;  // x and the price
   }
-  prune(p, rows, s, ledger, off, true, before.top);
+  prune(p, rows, s, ledger, off, before.top);
   return true;
 }
 
@@ -640,10 +666,12 @@ void sum_list(const R *p, const R *w, const int32_t *index, int64_t step, int64_
 // The lists as they are when the price is known, without those that have no weight, for the backward pass.
 template <class R, int NV, class Link>
 void keep(const Problem &p, const Rows<R, NV> &rows, const Sheet<R, NV> &s, const Ledger<R, NV> &ledger, bool listed,
-          bool with_x) {
+          bool screened) {
   constexpr int N = Simd<R>::N, L = N * NV;
   const Lists<R, L> lists(p, p.lists, rows);
-  int64_t n = 0;
+  int64_t n = 0, candidates = 0;
+  for (int i = 0; i < rows.n && listed; ++i) candidates += s.length[i];
+  const bool with_x = candidates <= lists.room(true);
   bool room = listed;
   for (int i = 0; i < L && room; ++i) {
     lists.ends()[i] = (int32_t)n;
@@ -658,7 +686,7 @@ void keep(const Problem &p, const Rows<R, NV> &rows, const Sheet<R, NV> &s, cons
       n += d > -Link::ORIGIN, room = d == d;
     }
   }
-  lists.at[0] = !room ? 0 : with_x ? -L : L;
+  lists.at[0] = room ? L + (with_x ? lists.WITH_X : 0) + (screened ? lists.SCREENED : 0) : 0;
   if (room) lists.ends()[L] = (int32_t)n;
 }
 
@@ -757,8 +785,8 @@ void attend_link(const Problem &p, const Terms &terms, const Asked &want, const 
   constexpr int N = Simd<R>::N, L = N * NV;
   const Link link(rows);
   const bool free = p.marginal == regard::FREE;
-  memset(s.ot, 0, L * p.Dv * sizeof(R)), memset(s.tilt_t, 0, L * p.Dv * sizeof(R));
   memset((void *)&ledger, 0, sizeof ledger);
+  memset(s.ot, 0, L * p.Dv * sizeof(R)), memset(s.tilt_t, 0, L * p.Dv * sizeof(R));
   for (int n = 0; n < NV; ++n) {
     ledger.anchor[n] = ledger.alone[n] = ledger.best[n] = ledger.top[n] = ledger.prior_top[n] = all(-INF<R>);
     if (free)
@@ -789,22 +817,11 @@ void attend_link(const Problem &p, const Terms &terms, const Asked &want, const 
     R *x = s.x + s.rows * L, *gate = s.prior ? s.prior + s.rows * L : s.gate;
     const Gate open = open_gate(p, terms, rows, first, keys, gate, s.bias, s.spare, s.live + s.rows);
     if (open == CLOSED) continue;
-    int64_t stride;
-    const R *k = as_rows(p.key, rows.b, rows.kv, first, keys, p.D, s.k_spare, stride);
-    const bool plain = open == OPEN && terms.folded;
-    if (plain) {
-      scores<R, NV, true>(s.qt, k, stride, p.D, keys, x, ledger.top);
-    } else {
-      scores<R, NV, false>(s.qt, k, stride, p.D, keys, x);
-      if (open == PARTLY || !terms.folded)
-        dress(p, terms, rows, keys, x, open == PARTLY ? gate : nullptr, s.bias, (R *)nullptr, (R *)nullptr);
-      for (int n = 0; n < NV; ++n)
-        for (int64_t j = 0; j < keys; ++j) ledger.top[n] = vmax(ledger.top[n], load(x + j * L + n * N));
-    }
+    score_block(p, terms, rows, first, keys, open == PARTLY ? gate : nullptr, s, x, ledger.top);
     if constexpr (Link::PRICED)
       if (!free) bid(p, link, keys, x, s.prior ? gate : nullptr, ledger);
+    if (want.admissible) count_admissible(ledger, keys, open == PARTLY ? x : nullptr);
     for (int n = 0; n < NV; ++n) {
-      if (want.admissible && n == 0) count_admissible(ledger, keys, open == PARTLY ? x : nullptr);
       if (want.prior_mass) {
         V top = ledger.prior_top[n];
         for (int64_t j = 0; j < keys; ++j) top = vmax(top, load(gate + j * L + n * N));
@@ -826,7 +843,7 @@ void attend_link(const Problem &p, const Terms &terms, const Asked &want, const 
       s.segments[s.n_segments++] = segment;
       s.rows += keys;
       if (!may_list) continue;
-      if (listed) may_list = listed = enlist(s, ledger, rows.n, first, segment.at, keys);
+      if (listed) may_list = listed = enlist(s, ledger.best, rows.n, first, segment.at, keys);
       if (s.rows >= next_stage) {
         const int64_t all_rows = rows.hi - rows.lo;
         const int iterations = next_stage == STAGE ? 4 : 2;
@@ -834,7 +851,7 @@ void attend_link(const Problem &p, const Terms &terms, const Asked &want, const 
         if ((listed ? 2 : 4) * s.rows >= all_rows) continue;
         listed = search(p, rows, link, s, ledger, listed, iterations, SPARSE_SHARE, census);
         if constexpr (sizeof(R) == 4 && NV == 3)
-          if (listed && keys_of && all_rows >= SCREEN_LEAST) {
+          if (listed && keys_of) {
             screened = list_by_screen(p, terms, want, rows, link, *keys_of, first + keys, s, ledger);
             keys_of = nullptr;  // only once
           }
@@ -846,10 +863,10 @@ void attend_link(const Problem &p, const Terms &terms, const Asked &want, const 
       if (listed && !screened) {
         const V none[NV] = {};
         search(p, rows, link, s, ledger, true, 2, 0, census);
-        prune(p, rows, s, ledger, none, false, none);
+        prune(p, rows, s, ledger, none);
       }
       listed = search(p, rows, link, s, ledger, listed, 100, s.rows >= STAGE ? SPARSE_SHARE : 0, census);
-      if (p.lists) keep<R, NV, Link>(p, rows, s, ledger, listed, !screened);
+      if (p.lists) keep<R, NV, Link>(p, rows, s, ledger, listed, screened);
       if (listed)
         weigh_link(p, want, rows, link, ledger, 0, s.index, level_lists(s), s.list, s.list_prior, w_panel);
       else
@@ -902,12 +919,14 @@ template <class R, int NV> void forward_link(const Problem &p) {
   for (int64_t head = 0; head < heads; head += at_once ? at_once : heads) {
     const int64_t some = at_once ? least(at_once, heads - head) : heads;
     if constexpr (sizeof(R) == 4) {
-      const int64_t key_blocks = Screen::blocks(p);
+      // Keys that some row may read, as far as the band says.
+      const int64_t low = most((int64_t)0, p.offset - p.left), high = least(p.Tk, p.offset + p.Tq + p.right);
+      const int64_t from = low / SCREEN_KEYS, key_blocks = most((int64_t)0, (high - 1) / SCREEN_KEYS + 1 - from);
       parallel(p.threads, at_once ? some * key_blocks : 0, [&](int64_t job, int64_t thread) {
         Arena arena{scratch + thread * cut.thread_bytes(p)};
-        const int64_t h = job / key_blocks;
-        const Screen screen(p, screens + h * Screen::bytes(p));
-        screen.fill(p, (head + h) / p.Hkv, (head + h) % p.Hkv, job % key_blocks, arena.take<float>(SCREEN_KEYS * p.D));
+        const int64_t h = head + job / key_blocks;
+        const Screen screen(p, screens + (h - head) * Screen::bytes(p));
+        screen.fill(p, h / p.Hkv, h % p.Hkv, from + job % key_blocks, arena.take<float>(SCREEN_KEYS * p.D));
       });
     }
     parallel(p.threads, some * units * cut.blocks, [&](int64_t job, int64_t thread) {

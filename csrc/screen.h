@@ -1,8 +1,8 @@
 // Which keys a row may give weight to, found with numbers of 16 bits.
 //
 // Where few keys have weight, all that most scores are for is to be compared with a price. Products of 16-bit integers are
-// nearly twice as fast as those of floats, and how far they are off is known: with q = q' + e and k = k' + f (q', k' what
-// the integers stand for)
+// about one and a half times as fast as those of floats, and how far they are off is known: with q = q' + e and k = k' + f
+// (q', k' what the integers stand for)
 //   |<q, k> - <q', k'>| <= |e| |k| + |q'| |f|,
 // so that no key is missed but those that floats might miss. Those found get their score in floats.
 // Integers are multiples of a grain, one for each row and one for each block of keys. Two neighbours in d share a lane.
@@ -42,9 +42,10 @@ INLINE int64_t words_of(int64_t D) { return (D + 1) / 2; }
 INLINE float levels(int64_t D) { return floorf(least(32767.0f, sqrtf(2.1e9f / (float)(2 * words_of(D))))); }
 
 struct Grain {
-  float size;        // what 1 stands for; NaN where a number is not finite
+  float size;        // what 1 stands for; NaN where a number, or the length, is not finite
   float norm, lost;  // the length of the row (the longest of a block), and of what rounding took from it
 };
+INLINE float grain_of(float top, int64_t D) { return most(top / levels(D), 1.2e-38f); }  // with an inverse
 
 INLINE float largest(const float *from, int64_t D) {  // of the absolute values; NaN if one is not finite
   constexpr int N = Simd<float>::N;
@@ -60,24 +61,25 @@ INLINE float largest(const float *from, int64_t D) {  // of the absolute values;
   return top + check;
 }
 
-// D numbers as integers of one grain, and the squares of what they are and of what rounding takes.
+// D numbers as integers of one grain, and the squares of what they are and of what rounding takes, in grains: none of these
+// is too large or too small for a float.
 INLINE void round_row(const float *from, int64_t D, float size, int16_t *to, float &norm, float &lost) {
   constexpr int N = Simd<float>::N;
   typedef int16_t Half __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
-  const float inverse = size > 1e-30f ? 1 / size : 0;  // smaller: all is lost, and known to be
+  const float inverse = 1 / size;
   Vec<float> norms = {}, losses = {};
   int64_t d = 0;
   for (; d + N <= D; d += N) {
-    const Vec<float> x = load(from + d), whole = (x * inverse + 12582912.0f) - 12582912.0f, rest = x - whole * size;
+    const Vec<float> x = load(from + d) * inverse, whole = (x + 12582912.0f) - 12582912.0f, rest = x - whole;
     *(Half *)(to + d) = __builtin_convertvector(__builtin_convertvector(whole, Mask<float>), Half);
     norms += x * x, losses += rest * rest;
   }
   norm = lost = 0;
   for (int n = 0; n < N; ++n) norm += norms[n], lost += losses[n];
   for (; d < D; ++d) {
-    const float whole = __builtin_rintf(from[d] * inverse), rest = from[d] - whole * size;
+    const float x = from[d] * inverse, whole = __builtin_rintf(x), rest = x - whole;
     to[d] = (int16_t)whole;
-    norm += from[d] * from[d], lost += rest * rest;
+    norm += x * x, lost += rest * rest;
   }
 }
 
@@ -108,7 +110,7 @@ struct Screen {
       }
       top = most(top, size);
     }
-    grain = {top / levels(p.D), 0, 0};
+    grain = {grain_of(top, p.D), 0, 0};
     for (int64_t j = 0; j < n; ++j) {
       int16_t *to = keys + (first + j) * width;
       float norm, lost;
@@ -116,7 +118,8 @@ struct Screen {
       if (p.D < width) to[p.D] = 0;
       grain.norm = most(grain.norm, norm), grain.lost = most(grain.lost, lost);
     }
-    grain.norm = sqrtf(grain.norm), grain.lost = sqrtf(grain.lost);
+    grain.norm = sqrtf(grain.norm) * grain.size, grain.lost = sqrtf(grain.lost) * grain.size;
+    grain.size += 0 * grain.norm;
   }
 };
 
@@ -163,7 +166,7 @@ template <int NV> struct CoarseRows {
   int32_t *pairs;
   float size[L], norm[L], lost[L];  // see Grain
 
-  // From rows of D; `spare` has room for one more. False if a number is not finite.
+  // From rows of D; `spare` has room for one more. False if a number or a length is not finite.
   bool fill(const float *q, int64_t stride, int64_t n, int64_t D, int16_t *spare) {
     const int64_t words = words_of(D);
     memset(spare, 0, words * 4), memset(pairs, 0, words * L * 4);
@@ -171,9 +174,10 @@ template <int NV> struct CoarseRows {
     for (int i = 0; i < n; ++i) {
       const float top = largest(q + i * stride, D);
       if (top != top) return false;
-      size[i] = top / levels(D);
+      size[i] = grain_of(top, D);
       round_row(q + i * stride, D, size[i], spare, norm[i], lost[i]);
-      norm[i] = sqrtf(norm[i]), lost[i] = sqrtf(lost[i]);
+      norm[i] = sqrtf(norm[i]) * size[i], lost[i] = sqrtf(lost[i]) * size[i];
+      if (0 * norm[i] != 0) return false;
       for (int64_t w = 0; w < words; ++w) memcpy(pairs + w * L + i, spare + 2 * w, 4);
     }
     return true;

@@ -4,6 +4,7 @@
 //   scatter: c[j][d]     += sum_i  panel[j][i] * a[i][d]    P^T dO and dS^T Q, lanes along d
 // and of single pairs:
 //   dots:    to[t]        = sum_d  a[d] * b[t][d]
+//   chains:  the same, to the last bit as `scores` has it
 // Only the small left operand (a block of rows) is ever transposed; keys and values are read as they lie.
 #pragma once
 #include "vector.h"
@@ -148,6 +149,35 @@ template <class R, class F> INLINE void dots(const R *a, int64_t D, int64_t n, R
       for (int u = 0; u < 4; ++u) sum[u] += x * load(b[u] + d);
     }
     add_lanes<R>(sum, to + t);
+  }
+}
+
+// The same, each sum one product after the other, as in `scores`: the two are equal to the last bit. `to` has room for a
+// multiple of 16. Lanes are pairs; two vectors of them, so that one is transposed while the other is summed.
+template <class R, class F> INLINE void chains(const R *a, int64_t D, int64_t n, R *to, F row) {
+  constexpr int PAIRS = 8;
+  for (int64_t t = 0; t < n; t += 2 * PAIRS) {
+    const R *b[2 * PAIRS];
+    for (int u = 0; u < 2 * PAIRS; ++u) b[u] = row(least(t + u, n - 1), u);
+#if defined(__AVX2__)
+    if constexpr (sizeof(R) == 4) {
+      __m256 sum[2] = {};
+      for (int64_t d = 0; d < D; d += 8)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+          __m256 x[PAIRS];
+          for (int u = 0; u < PAIRS; ++u) x[u] = _mm256_loadu_ps(b[half * PAIRS + u] + d);
+          transpose8(x);
+          for (int u = 0; u < PAIRS; ++u) sum[half] += x[u] * _mm256_broadcast_ss(a + d + u);
+        }
+      _mm256_storeu_ps(to + t, sum[0]), _mm256_storeu_ps(to + t + PAIRS, sum[1]);
+      continue;
+    }
+#endif
+    R sum[2 * PAIRS] = {};
+    for (int64_t d = 0; d < D; ++d)
+      for (int u = 0; u < 2 * PAIRS; ++u) sum[u] += a[d] * b[u][d];
+    memcpy(to + t, sum, sizeof sum);
   }
 }
 

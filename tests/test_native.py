@@ -534,36 +534,57 @@ def keys_times(factor):
 
 
 def zeros(tensors):
-    tensors["q"][:, :, 10, 1:] = 0
+    tensors["q"][:, :, 58, 1:] = 0  # among the last rows: the first are looked at
     tensors["k"][:, :, 300:500] = 0
 
 
-def rising(tensors):
-    """Each key scores higher than those before: all of them are candidates for some time, and lists have no room."""
-    tensors["q"] = tensors["q"].abs()
-    tensors["k"] = tensors["k"].abs() * 0.1 + torch.arange(tensors["k"].shape[2])[:, None] * 1e-3
-
-
-# Keys in 16 bits (csrc/screen.h): what makes them coarse, what they are combined with, where they do not serve.
+# Keys in 16 bits (csrc/screen.h): what makes them coarse, what they are combined with.
 SCREENED = {
     "one large key": keys_times(lambda j: torch.where(j == 700, 20.0, 1.0)),
     "large keys here and there": keys_times(lambda j: torch.where(j % 200 == 3, 10.0, 1.0)),
     "a large dimension": keys_times(lambda j: torch.tensor([1.0, 30.0] + [1.0] * 14)),
-    "blocks of many sizes": keys_times(lambda j: 10.0 ** (j // 96 % 7 - 6)),
+    "blocks of many sizes": keys_times(lambda j: 10.0 ** -(j // 96 % 7)),
     "zeros": zeros,
-    "rising": rising,
-    **dict.fromkeys(("plain", "causal", "sink", "documents", "mask", "padding", "window", "mass"), lambda _: None),
+    **dict.fromkeys(("plain", "causal", "sink", "mask", "padding", "mass", "end", "long document", "wide window")),
 }
+WIDE = {
+    "end": lambda H, Tq, Tk: ({"mask": torch.arange(Tk) < Tk - 70}, lambda mask: {"attn_mask": mask}),
+    "long document": lambda H, Tq, Tk: (
+        {"ids": torch.ones(Tq, dtype=torch.long), "key_ids": (torch.arange(Tk) - 100).sign()},
+        lambda ids, key_ids: {"problem": Transport(prior=Documents(ids, key_ids))},
+    ),
+    "wide window": lambda H, Tq, Tk: ({}, lambda: {"problem": Transport(prior=Window(1200, 7, alignment=END))}),
+}
+
+
+def were_screened(lists):
+    """Whether the first rows of each head found their keys in 16 bits, in every pass."""
+    return lists and all((x.view(torch.int32)[:, :, 0, 0] & 512 > 0).all() for x in lists)
 
 
 @each_isa
 @pytest.mark.parametrize("link", ["1.3", "1.5", "2.0"])
 @pytest.mark.parametrize("kind", SCREENED)
-def test_links_screened_keys(kind, link):
-    tensors, call = PROBLEMS[kind if kind in PROBLEMS else "plain"](2, 61, 1500)
+def test_links_screened_keys(kind, link, monkeypatch):
+    lists = kept(monkeypatch)
+    tensors, call = (PROBLEMS | WIDE).get(kind, PROBLEMS["plain"])(2, 61, 1500)
     tensors |= spread(6, 6.0, B=1 if kind not in ("mask", "padding") else 2, H=2, Hkv=1, Tq=61, Tk=1500)
-    SCREENED[kind](tensors)
+    if SCREENED[kind] is not None:
+        SCREENED[kind](tensors)
     Linked(link, tensors, call).check()
+    assert were_screened(lists)
+
+
+@each_isa
+@pytest.mark.parametrize("link", ["1.3", "1.5", "2.0"])
+def test_links_screened_keys_without_room(link, monkeypatch):
+    """Each key scores higher than those before: all of them are candidates for some time."""
+    lists = kept(monkeypatch)
+    tensors = spread(6, 6.0, B=1, H=2, Hkv=1, Tq=61, Tk=1500)
+    tensors["q"] = tensors["q"].abs()
+    tensors["k"] = tensors["k"].abs() * 0.1 + torch.arange(1500)[:, None] * 1e-3
+    Linked(link, tensors, dict).check()
+    assert not were_screened(lists)
 
 
 @each_isa
@@ -574,21 +595,22 @@ def test_links_screened_keys(kind, link):
         {"D": 33, "layout": "cut"},
         {"D": 16, "layout": "bthd", "dtype": torch.bfloat16},
         {"D": 20, "dtype": torch.float16},
-        {"D": 256, "Tk": 4096, "Tq": 16, "H": 18, "Hkv": 18},  # more heads than are in 16 bits at a time
+        {"D": 256, "Tk": 4096, "Tq": 100, "H": 18, "Hkv": 18},  # more heads than are in 16 bits at a time
+        {"D": 8, "Tk": 70000, "H": 1},  # more keys than 16 bits can number
     ],
     ids=str,
 )
-def test_links_screened_keys_of_every_shape(shape):
-    shape = {"B": 1, "H": 2, "Hkv": 1, "Tq": 49, "Tk": 1000, "Dv": 8} | shape
-    tensors, call = PROBLEMS["plain"](2, 49, 1000)
-    case = Linked("1.5", spread(7, 30 / shape["D"], **shape) | tensors, call)
-    case.check(gradients=shape["Tk"] == 1000)
+def test_links_screened_keys_of_every_shape(shape, monkeypatch):
+    lists = kept(monkeypatch)
+    shape = {"B": 1, "H": 2, "Hkv": 1, "Tq": 97, "Tk": 1000, "Dv": 8} | shape
+    Linked("1.5", spread(7, 5.0, **shape), dict).check()
+    assert were_screened(lists)
 
 
 @pytest.mark.parametrize("masked", [5, 7, 1444, 1445])
 def test_links_screened_keys_that_are_given_up(masked):
     """Lists run full after the screen: which of the first keys nobody reads must still be known."""
-    q, k, v = (torch.zeros(1, 1, n, 16) for n in (24, 1536, 1536))
+    q, k, v = (torch.zeros(1, 1, n, 16) for n in (97, 1536, 1536))
     q[..., 0], k[..., 0], k[..., 5, 0], k[..., 960:, 0] = 40, -1, 1, 1
     v[..., 5, :], v[..., masked, :] = 1000, math.nan
     mask = torch.arange(1536) != masked
@@ -598,10 +620,57 @@ def test_links_screened_keys_that_are_given_up(masked):
     assert error(found, truth) < 1e-5
 
 
+@each_isa
+@pytest.mark.parametrize("factor", [1.0, 100.0, 1000.0])
+def test_links_other_passes_make_the_same_plan(factor):
+    """A score is the same number wherever it is made: weights are differences of scores and a price."""
+    q, k, v = spread(8, factor, B=1, H=1, Hkv=1, Tq=200, Tk=3000, D=64, Dv=8).values()
+    problem = Transport(Tsallis(1.5))
+    for isa in engine.isas():
+        engine.use(isa)
+        weights, _ = regard.topk(q, k, 400, problem=problem)
+        assert (weights.sum(-1) - 1).abs().max() < 1e-6
+        _, aux = regard.attention(q, k, v, problem=problem, backend="native", return_aux=AuxRequest(key_mass=True))
+        assert abs(aux.key_mass.double().sum() / 200 - 1) < 1e-6
+        assert (regard.block_mass(q, k, 50, problem=problem).double().sum(-1) - 1).abs().max() < 1e-6
+
+
+@each_isa
+@pytest.mark.parametrize("alpha", [1.5, 2.0])
+@pytest.mark.parametrize("what", [50.0, math.nan])
+def test_links_screened_keys_do_not_see_the_future(what, alpha):
+    """Keys that share a block with those that a row reads, but that it does not read, change no bit of it."""
+    q, k, v = spread(9, 4.0, B=1, H=2, Hkv=2, Tq=1200, Tk=1200).values()
+    problem = Transport(Tsallis(alpha), prior=Causal())
+    other = k.clone()
+    other[:, :, 970:] *= what
+    for isa in engine.isas():
+        engine.use(isa)
+        one, two = (regard.attention(q, keys, v, problem=problem, backend="native") for keys in (k, other))
+        assert torch.equal(one[:, :, :960], two[:, :, :960]) and not torch.equal(one, two)
+
+
+@each_isa
+@pytest.mark.parametrize("alpha", [1.5, 2.0])
+def test_links_rows_of_one_key_have_no_gradient(alpha):
+    """All of a row's weight on one key: the utility is the baseline, to the last bit."""
+    q, k, v = (t.requires_grad_() for t in spread(10, 300.0, B=1, H=1, Hkv=1, Tq=97, Tk=1000, Dv=64).values())
+    for isa in engine.isas():
+        engine.use(isa)
+        out, aux = regard.attention(
+            q, k, v, problem=Transport(Tsallis(alpha)), backend="native", return_aux=AuxRequest(support=True)
+        )
+        alone = aux.support[0, 0] == 1
+        assert alone.sum() > 20
+        dq, dk = torch.autograd.grad(out[0, 0, alone].square().sum(), (q, k))
+        scale = out.detach().square().sum(-1).max()
+        assert dq.abs().max() < 1e-7 * scale and dk.abs().max() < 300 * 1e-7 * scale
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("key", [95, 191, 192, 287, 383, 500, 1499])
 def test_links_nan_of_a_key_is_everybodys_however_few_have_weight(key, dtype):
-    q, k, v = spread(6, 6.0, B=1, H=1, Hkv=1, Tq=24, Tk=1500).values()
+    q, k, v = spread(6, 6.0, B=1, H=1, Hkv=1, Tq=97, Tk=1500).values()
     k[..., key, 2] = math.nan
     out = regard.attention(*(t.to(dtype) for t in (q, k, v)), problem=Transport(Tsallis(1.5)), backend="native")
     assert out.isnan().all()
@@ -609,19 +678,34 @@ def test_links_nan_of_a_key_is_everybodys_however_few_have_weight(key, dtype):
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 1e30])
 @pytest.mark.parametrize("where", [("q", 7), ("k", 500), ("k", 1490)])
-def test_links_screened_keys_are_finite(where, bad):
+def test_links_screened_keys_are_finite(where, bad, monkeypatch):
     """Rows and keys that are not go their way in floats; other rows, and a block of keys that nobody reads, go on."""
-    tensors = spread(6, 6.0, B=1, H=1, Hkv=1, Tq=61, Tk=1500)
-    tensors[where[0]][0, 0, where[1], 2] = bad
-    masked = {"attn_mask": torch.arange(1500) != where[1]} if where[0] == "k" else {}
+    lists = kept(monkeypatch)
+    name, at = where
+    tensors = spread(6, 6.0, B=1, H=1, Hkv=1, Tq=97, Tk=1500)
+    tensors[name][0, 0, at, 2] = bad
+    masked = {"attn_mask": torch.arange(1500) // 96 != at // 96} if name == "k" else {}
     problem = Transport(Tsallis(1.5))
     q, k, v = tensors.values()
-    found = regard.attention(q, k, v, problem=problem, backend="native", **masked)
+    found = regard.attention(q.requires_grad_(), k, v, problem=problem, backend="native", **masked)
     truth = regard.attention(q.double(), k.double(), v.double(), problem=problem, backend="torch", **masked)
-    rest = torch.arange(61) != where[1] if where[0] == "q" else slice(None)
+    rest = torch.arange(97) != at if name == "q" else slice(None)
     assert error(found[:, :, rest], truth[:, :, rest]) < 1e-5
-    if where[0] == "q" and not math.isfinite(bad):
+    if name == "k":
+        assert were_screened(lists)
+    elif not math.isfinite(bad):
         assert found[:, :, 7].isnan().all()
+
+
+@pytest.mark.parametrize("mask", [None, torch.arange(1536) != 300], ids=["read", "unread"])
+@pytest.mark.parametrize("alpha", [1.5, 2.0])
+def test_links_screened_keys_whose_squares_are_too_large(alpha, mask):
+    """The queries are whole multiples of their grain, so that nothing is lost of them: 0 times infinity."""
+    q, k, v = torch.zeros(1, 1, 97, 16), torch.zeros(1, 1, 1536, 16), normal(1, 1, 1, 1536, 4)
+    q[..., 0], k[..., 0] = 179 / 4, uniform(2, 1536) * 2 - 1
+    k[..., 300, 1], k[..., 300, 0], k[..., 310, 0], v[..., 310, :] = 1e20, -1, 3, 100
+    problem = Transport(Tsallis(alpha))
+    assert (regard.attention(q, k, v, mask, problem=problem, backend="native") - 100).abs().max() < 1e-3
 
 
 @each_isa
