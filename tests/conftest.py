@@ -25,6 +25,20 @@ except ImportError:
     engine, ISAS = None, []
 
 
+# For a program of its own: the most memory that it has had, in MiB. (`ru_maxrss` would begin with its parent's.)
+PEAK = """
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024
+"""
+reads_peak = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads VmHWM")
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    """What a test draws does not depend on the tests before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(params=ISAS)
 def isa(request):
     """The test on each instruction set of this machine; "each": it goes through them by itself."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import regard
 from cases import CASES, build, custom
+from conftest import PEAK, reads_peak
 from regard import KL, AuxRequest, Bias, Causal, Documents, FermiDirac, Free, Rows, Transport, Tsallis
 from regard import geometry as geo
 from regard.backends import native
@@ -247,7 +248,7 @@ def test_the_sampled_gradient_is_unbiased_and_knows_its_variance(problem, baseli
 
 def test_the_sampled_gradient_of_softmax_is_reinforce():
     """The draws themselves, one at a time: (u_J - b) times the gradient of log p_J."""
-    scores, utility, tau = draw(0, 5), draw(1, 5), 0.6
+    scores, utility, tau = draw(0, 5, scale=0.5), draw(1, 5), 0.6
     log_p = (scores / tau).log_softmax(-1)
     b = (log_p.exp() * utility).sum()
     per_key = torch.func.jacrev(lambda s: (s / tau).log_softmax(-1))(scores)
@@ -260,8 +261,11 @@ def test_the_sampled_gradient_of_softmax_is_reinforce():
         singles.append(single)
         assert any(close(single, (utility[j] - b) * per_key[j], 1e-12) for j in range(5))
     many = torch.stack(singles)
-    _, measured = geo.sampled_policy_gradient(scores.expand(200, 5), utility, Transport(temperature=tau), 500)
-    assert abs(many.var(0).sum() / measured.mean() - 1) < 0.5
+    generator = torch.Generator().manual_seed(0)
+    _, measured = geo.sampled_policy_gradient(
+        scores.expand(200, 5), utility, Transport(temperature=tau), 500, generator=generator
+    )
+    assert abs(many.var(0).sum() / measured.mean() - 1) < 0.3
 
 
 def test_a_baseline_may_raise_the_variance():
@@ -292,7 +296,7 @@ def test_rows_without_keys_and_rubbish_in_utilities():
         for found in (
             geo.policy_gradient(scores, utility, problem),
             geo.natural_gradient(scores, utility, problem),
-            *geo.sampled_policy_gradient(scores, utility, problem, 16),
+            *geo.sampled_policy_gradient(scores, utility, problem, 16, generator=torch.Generator().manual_seed(0)),
             geo.potential_hessian(scores, problem),
         ):
             assert found.isfinite().all() and (found[1] == 0).all() and found[0].abs().max() > 0
@@ -546,8 +550,10 @@ def test_errors():
         gradient.sum().backward()
 
 
-MEMORY = """
-import resource, torch, regard
+MEMORY = (
+    PEAK
+    + """
+import torch, regard
 from regard import Causal, Transport, Tsallis, Window
 torch.set_num_threads(1)
 geo, T = regard.geometry, 16384
@@ -564,16 +570,18 @@ def everything(*tensors):
 
 tensors = [torch.randn(1, 1, T, 16, requires_grad=True) for _ in range(4)]
 everything(*(t[:, :, :256] for t in tensors))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
 everything(*tensors)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+print(peak() - before)
 """
+)
 
 
+@reads_peak
 def test_memory_of_16k_tokens():
     """The plan alone would take 1024 MiB, and a graph of the windowed one more than 400."""
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 200, f"{done.stdout} MiB"
+    assert 0 < float(done.stdout) < 200, f"{done.stdout} MiB"
 
 
 def test_natural_attention_with_shared_key_heads():

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import torch
 from typer.testing import CliRunner
 
 from regard import cli
-from regard.lab import page, runner
+from regard.lab import page, runner, workers
 from regard.lab.corpus import UNKNOWN, Corpus, from_file, standard_library
 from regard.lab.experiments import NAMES, load
 from regard.lab.judging import (
@@ -409,8 +410,8 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(tmp_path):
     for _ in range(2):
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         begun = len(steps) and steps[-1]
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline and process.poll() is None:
             metrics = cell / "metrics.jsonl"
             if metrics.exists() and len(metrics.read_text().splitlines()) > begun / 2 + 3:
                 break
@@ -491,11 +492,11 @@ def test_workers_end_with_the_first_process(tmp_path):
         return found
 
     def wait_for(done):
-        for _ in range(600):
+        for _ in range(3000):
             if done():
                 return
             time.sleep(0.1)
-        pytest.fail("waited for a minute")
+        pytest.fail("waited for five minutes")
 
     wait_for(lambda: len(list(tmp_path.glob("masking-quick/cells/*/0/metrics.jsonl"))) == 2)
     mine = workers()
@@ -511,6 +512,13 @@ def test_workers_end_with_the_first_process(tmp_path):
 
     wait_for(lambda: all(map(ended, mine)))
     assert len(list(tmp_path.glob("masking-quick/cells/*/0/checkpoint.safetensors"))) == 2
+
+
+def test_workers_begin_nothing_after_the_stop(monkeypatch):
+    stop = threading.Event()
+    stop.set()
+    monkeypatch.setattr(workers, "_given", {"run": None, "stop": stop})
+    assert workers._measure("a", 0) is False  # a cell that was on its way already
 
 
 def test_workers_give_the_same_cells(tmp_path):

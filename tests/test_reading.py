@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import regard
-from conftest import with_threads
+from conftest import PEAK, reads_peak, with_threads
 from regard import ALiBi, Bias, Causal, Documents, FermiDirac, Free, Rows, Transport, Tsallis, Window
 from regard.backends import native
 
@@ -274,12 +274,12 @@ def test_index_is_not_copied(monkeypatch):
     assert dict(seen)["index"].data_ptr() == index.data_ptr()
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads VmHWM")
+@reads_peak
 def test_memory_does_not_grow_with_the_plan(isa):
-    script = """
+    script = (
+        PEAK
+        + """
 import torch, regard
-def peak():
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024
 T = 16384
 q, k = torch.randn(1, 1, T, 8), torch.randn(1, 1, T, 8)
 index = torch.arange(4)
@@ -295,6 +295,7 @@ for problem in problems:
     read(T, problem)
 print(peak() - before)
 """
+    )
     environment = os.environ | {"REGARD_ISA": isa, "OMP_NUM_THREADS": "2"}
     found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert float(found.stdout) < 64, found.stdout  # MB; the plan has 1024

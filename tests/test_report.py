@@ -168,7 +168,7 @@ class Show:
         context = self.browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         self.opened.append((context, path.as_uri()))
         page = context.new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(60_000)
         page.on("request", lambda request: self.requests.append(request.url.partition("#")[0]))
         page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: self.errors.append(str(error)))

@@ -4,6 +4,8 @@ import functools
 import math
 import os
 import re
+import subprocess
+import sys
 import warnings
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -22,6 +24,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
 import regard
+from conftest import PEAK, reads_peak
 from regard import (
     ALiBi,
     AuxRequest,
@@ -297,7 +300,7 @@ seeds = st.integers(0, 10**6)
 temperatures = st.sampled_from([0.05, 0.3, 1.0, 4.0])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(sizes, sizes, seeds, temperatures)
 def test_marginals_gap_and_symmetries(Tq, Tk, seed, tau):
     scores, prior = draw(Tq, Tk, seed=seed), draw(Tq, Tk, seed=seed + 1)
@@ -326,7 +329,7 @@ def test_marginals_gap_and_symmetries(Tq, Tk, seed, tau):
     assert (regard.solve(scores.T, flipped).weights.T - p).abs().max() < 1e-8
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(seeds, temperatures)
 def test_limits_of_relaxation(seed, tau):
     scores = draw(2, 5, 4, seed=seed)
@@ -704,7 +707,7 @@ def test_no_plan_is_never_taken_for_one(kind, T, dtype):
 
 
 @by_backend
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(seeds)
 def test_there_is_no_plan_is_said_where_there_is_none_and_soon(backend, seed):
     """Each query ships 1 and each key receives 1: there is a plan where queries and keys can be matched (Birkhoff)."""
@@ -851,25 +854,21 @@ def test_compiled_with_a_break_in_the_graph():
         assert torch.allclose(a, b, atol=1e-6)
 
 
+@reads_peak
+@pytest.mark.skipif("native" not in BACKENDS, reason="the native engine was not built")
 def test_memory_is_linear():
     """No Tq x Tk buffer: a plan of 4096 x 4096 in float32 would be 64 MiB for each of two heads."""
-    status = __import__("pathlib").Path("/proc/self/status")
-    if not status.exists() or "native" not in BACKENDS:
-        pytest.skip("needs Linux and the native engine")
-    code = (
-        "import torch, regard, resource\n"
+    code = PEAK + (
+        "import torch, regard\n"
         "q, k, v = (torch.randn(1, 2, 4096, 8, requires_grad=True) for _ in range(3))\n"
         "p = regard.Transport(marginal=regard.RowsAndColumns(tolerance=1e-2))\n"
         "regard.attention(q[:, :, :64], k[:, :, :64], v[:, :, :64], problem=p).sum().backward()\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "before = peak()\n"
         "regard.attention(q, k, v, problem=p).sum().backward()\n"
-        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)\n"
+        "print(peak() - before)\n"
     )
-    import subprocess
-    import sys
-
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert float(found.stdout) < 64
+    assert 0 < float(found.stdout) < 64
 
 
 # --- Hugging Face -----------------------------------------------------------------------------------------------------

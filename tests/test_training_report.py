@@ -203,7 +203,7 @@ def show(browser, tmp_path):  # noqa: F811
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         opened.append((context, file.as_uri()))
         page = context.new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(60_000)
         page.on("request", lambda request: requests.append(request.url))
         page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: errors.append(str(error)))

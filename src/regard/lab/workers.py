@@ -57,6 +57,8 @@ def measure_all(
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
     left = [cell for cell in run.cells() if run.result(*cell) is None]
+    if stopping():
+        return not left
     given = (run, stop, torch.get_num_threads())
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=given) as pool:
         waiting: set[Future[bool]] = {pool.submit(_measure, *cell) for cell in left}
