@@ -1,8 +1,8 @@
 // Which keys a row may give weight to, found with numbers of 16 bits.
 //
 // Where few keys have weight, all that most scores are for is to be compared with a price. Products of 16-bit integers are
-// about one and a half times as fast as those of floats, and how far they are off is known: with q = q' + e and k = k' + f
-// (q', k' what the integers stand for)
+// faster than those of floats, and how far they are off is known: with q = q' + e and k = k' + f (q', k' what the integers
+// stand for)
 //   |<q, k> - <q', k'>| <= |e| |k| + |q'| |f|,
 // so that no key is missed but those that floats might miss. Those found get their score in floats.
 // Integers are multiples of a grain, one for each row and one for each block of keys. Two neighbours in d share a lane.

@@ -27,7 +27,7 @@ def test_import_adds_under_100_ms_to_torch():
     # The processor's time: on an idle machine it is the time one waits, and a busy one does not spoil it.
     code = "import time, torch; began = time.process_time(); import regard; print(time.process_time() - began)"
     seconds = []
-    for _ in range(15):  # the first may have to compile, and a busy machine has slow spells
+    for _ in range(5):  # the first may have to compile
         seconds.append(float(fresh(code)))
         if seconds[-1] < 0.1:
             return
