@@ -26,10 +26,12 @@ template <class R> struct BackRows {
   using V = Vec<R>;
   Rows<R, NV> rows;
   V peak[NV], rest[NV];             // the dual in base 2, in two parts; rest is +inf in a row without keys: p = 0
-  V a[NV], b[NV], edge[NV];
+  V a[NV], b[NV], edge[NV], per_mass[NV];
   V inverse_tau[NV], lambda[NV];    // lambda: the dual as it is, not in base 2
   V sum_g[NV], sum_gs[NV], sum_gd[NV], sum_ps[NV], sum_pd[NV], sum_gp[NV], sum_ga[NV];
   R dot[L];
+  Mask<R> remote[NV];               // rows that rest on their prior alone (panel.h)
+  bool some_remote;
   bool idle;  // some row has no key
   ListedKeys keys;            // the rows' lists, if they were kept (lists.h)
   const R *x;
@@ -341,9 +343,10 @@ void pull_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv, int
         R *dq[L], factor[L];
         for (int i = 0; i < r.rows.n; ++i) {
           const int64_t at = chunk * p.B * p.H * p.Tq + r.rows.flat(p, i);
-          dq[i] = (R *)p.dq + at * p.D, factor[i] = (R)p.scale / r.rows.temperature[i];
+          const bool remote = linked && r.remote[i / N][i % N];
+          dq[i] = (R *)p.dq + at * p.D, factor[i] = remote ? 0 : (R)p.scale / r.rows.temperature[i];
           put(p.row_dot, at, r.dot[i]);
-          put(p.row_g, at, r.sum_g[i / N][i % N]);
+          put(p.row_g, at, remote ? 0 : (R)r.sum_g[i / N][i % N]);
           put(p.row_gp, at, linked ? r.sum_gp[i / N][i % N] : r.sum_g[i / N][i % N]);
           put(p.row_ga, at, r.sum_ga[i / N][i % N]);
           put(p.row_gs, at, r.sum_gs[i / N][i % N]);

@@ -14,14 +14,18 @@ namespace {
 // Below this share of a block's pairs, single pairs cost less than the four products.
 constexpr double SPARSE_PAIRS = 0.25;
 
-// The row's part of the advantage: u - a - b log2 p.
+// The row's part of the advantage: u - a - b log(p/mass).
 template <class R> void prepare_link(const Problem &p, BackRows<R> &r) {
   constexpr int N = Simd<R>::N;
   const Rows<R, 3> &rows = r.rows;
   const int64_t Dp = padded<R>(p.D), Dvp = padded<R>(p.Dv);
   const bool free = p.marginal == regard::FREE;
   memset(r.dq, 0, BackRows<R>::L * Dp * sizeof(R));
-  for (int n = 0; n < 3; ++n) r.peak[n] = Vec<R>{}, r.rest[n] = all(-INF<R>), r.edge[n] = all(INF<R>);
+  for (int n = 0; n < 3; ++n) {
+    r.peak[n] = r.per_mass[n] = Vec<R>{}, r.rest[n] = all(-INF<R>), r.edge[n] = all(INF<R>);
+    r.remote[n] = Mask<R>{};
+  }
+  r.some_remote = false;
   for (int i = 0; i < rows.n; ++i) {
     const int n = i / N, lane = i % N;
     const R level = rows.level[i], peak = of_row<R>(p.saved_peak, rows.at(p.saved_peak, i));
@@ -45,15 +49,23 @@ template <class R> void prepare_link(const Problem &p, BackRows<R> &r) {
     }
     R add = 0;
     if (p.grad_entropy) {
-      R mass = (R)p.mass;
-      if (p.marginal == regard::RELAX) mass = exp_of(of_row<R>(p.saved_dual, rows.at(p.saved_dual, i)) / level);
-      if (free) mass = of_row<R>(p.saved_mass, rows.at(p.saved_mass, i));
-      const R g = mass > 0 ? of_row<R>(p.grad_entropy, rows.at(p.grad_entropy, i)) / mass : 0;
+      R per_mass = 1 / (R)p.mass;
+      if (p.marginal == regard::RELAX) per_mass = exp_of(-of_row<R>(p.saved_dual, rows.at(p.saved_dual, i)) / level);
+      if (free) per_mass = 1 / of_row<R>(p.saved_mass, rows.at(p.saved_mass, i));
+      if (!(per_mass < INF<R>)) per_mass = 0;  // no mass
+      const R g = of_row<R>(p.grad_entropy, rows.at(p.grad_entropy, i)) * per_mass;
       if (!free) base -= g * of_row<R>(p.saved_tilt_log, rows.at(p.saved_tilt_log, i));
-      add = mass > 0 ? g * (of_row<R>(p.saved_entropy, rows.at(p.saved_entropy, i)) - log_of(mass)) : 0;
-      r.b[n][lane] = g * (R)LN2;
+      add = g * of_row<R>(p.saved_entropy, rows.at(p.saved_entropy, i));
+      r.b[n][lane] = g, r.per_mass[n][lane] = per_mass;
     }
     // x at or below this has no weight; a little less, for rounding: a pair is looked at more closely.
+    if (peak == INF<R> && p.family == regard::TSALLIS) {  // a remote row (panel.h): its scores do not count
+      memset(r.q + i * Dp, 0, Dp * sizeof(R));
+      r.peak[n][lane] = r.inverse_tau[n][lane] = 0, r.edge[n][lane] = -INF<R>;
+      r.remote[n][lane] = -1, r.some_remote = true;
+      r.dot[i] = base, r.a[n][lane] = base + add;
+      continue;
+    }
     const R h = r.rest[n][lane], origin = p.centred ? 1 : 0;
     const R size = (peak < 0 ? -peak : peak) + (h < 0 ? -h : h) + origin;
     r.edge[n][lane] = peak - h - origin - 4 * EPS<R> * size;
@@ -141,7 +153,7 @@ template <class R, class Link> struct Pairs {
     const R kept = p.dropout_key ? rows.kept_at(p, first + j, i) : 1, p_ij = weight;
     u = kept * u - r.a[n][lane];
     weight *= kept;
-    if (p.grad_entropy && p_ij > TINY<R>) u -= r.b[n][lane] * log2_of(p_ij);
+    if (p.grad_entropy && p_ij > TINY<R>) u -= r.b[n][lane] * log_of(p_ij * r.per_mass[n][lane]);
     const R g = w * u;
     if (sums) {
       const int64_t key_at = (rows.b * p.H + rows.head[0]) * p.Tk + first + j;
@@ -268,6 +280,20 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
     }
     if (!pairs) return;
   }
+  // p and w, and the distance from the price; a key that is not read stays so, whatever the row's price is.
+  const auto weigh_at = [&](int64_t at, int n, V &weight, V &w) {
+    const V x = load(s.x + at);
+    V d = x == -INF<R> ? x : x - r.peak[n] + r.rest[n];
+    if (prior)
+      link.times_prior(n, d, load(prior + at), weight, w);
+    else
+      link.at(n, d, weight, w);
+    if (r.some_remote && prior) {
+      weight = r.remote[n] ? power(load(prior + at) + r.rest[n]) : weight;
+      w = r.remote[n] ? weight : w, d = r.remote[n] ? V{} : d;
+    }
+    return d;
+  };
   const auto distance_of = [&](int64_t j, int n) {
     const Mask<R> distance = (I)(first + j) - rows.position[n];
     return __builtin_convertvector(distance < 0 ? -distance : distance, V);
@@ -279,12 +305,8 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
       if (!s.bits[j]) continue;
       V ps[NV], ws[NV], alphas[NV] = {};
       for (int n = 0; n < NV; ++n) {
-        const V d = load(s.x + j * L + n * N) - r.peak[n] + r.rest[n];
+        const V d = weigh_at(j * L + n * N, n, ps[n], ws[n]);
         store(s.x + j * L + n * N, d);
-        if (prior)
-          link.times_prior(n, d, load(prior + j * L + n * N), ps[n], ws[n]);
-        else
-          link.at(n, d, ps[n], ws[n]);
         if (p.row_ga) alphas[n] = by_alpha<R>(link, d, n);
       }
       for (uint64_t bits = s.bits[j]; bits; bits &= bits - 1) {
@@ -304,19 +326,16 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
     const V a = r.a[n], b = r.b[n];
     for (int64_t j = 0; j < keys; ++j) {
       const int64_t at = j * L + n * N;
-      const V d = load(s.x + at) - r.peak[n] + r.rest[n];
       V weight, w, utility = load(s.u + at);
-      if (prior)
-        link.times_prior(n, d, load(prior + at), weight, w);
-      else
-        link.at(n, d, weight, w);
+      const V d = weigh_at(at, n, weight, w);
       if (p.dropout_key) {
         const V kept = rows.kept(p, first + j, n);
         utility *= kept;
         store(s.kept + at, weight * kept);
       }
       utility -= a;
-      if (p.grad_entropy) utility -= weight > TINY<R> ? b * ((R)LOG2E * vlog(vmax(all(TINY<R>), weight))) : V{};
+      if (p.grad_entropy)
+        utility -= weight > TINY<R> ? b * vlog(vmax(all(TINY<R>), weight * r.per_mass[n])) : V{};
       const V g = (w == 0) ? V{} : w * utility;  // a key that is not read may hold anything
       if (sums) {
         const V gp = (weight == 0) ? V{} : weight * utility, ds = g * r.inverse_tau[n];

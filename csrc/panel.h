@@ -53,11 +53,14 @@ template <class R, int NV> struct Ledger {
   V null_x[NV], level[NV];         // the null key, from the anchor; the marginal's parameter
   Mask<R> done[NV];
   V mass[NV], slope[NV];        // sums of p and w
-  V plog[NV], wlog[NV];         // of p log p and w log p
+  V plog[NV], wlog[NV];         // of p log p and w log p, with logarithms from the heaviest weight's
   V y1[NV], y2[NV], energy[NV]; // of p x, p x^2 (x from the reference), p y
   V reference[NV];              // where x is measured from: the anchor; free rows, the largest x so far
   V collision[NV], heaviest[NV], support[NV], admissible[NV], first[NV], spread[NV], soft[NV];
   V prior_top[NV], prior_sum[NV], log_prior[NV];
+  Mask<R> remote[NV];           // see rest_on_prior
+  V share[NV];
+  bool some_remote;
 };
 
 template <class R, int NV> struct Sheet {  // a thread's panels for one block of rows
@@ -213,7 +216,15 @@ void begin(const Problem &p, const Rows<R, NV> &rows, const Link &link, Ledger<R
     const Mask<R> idle = best == -INF<R>;  // not by the anchor: a row may begin again
     anchor = idle ? V{} : anchor;
     ledger.low[n] = idle ? V{} : anchor - top - Link::ORIGIN, ledger.high[n] = all(INF<R>);
-    ledger.h[n] = idle ? all(-INF<R>) : anchor - best - Link::ORIGIN;
+    V h = anchor - best - Link::ORIGIN;
+    if (p.marginal == regard::RELAX) {
+      // The anchor's key alone at a price lambda: log pi + beta log y = lambda/rho, with y = anchor - c lambda. So y is no more
+      // than 1, or than c rho times the rest: where the prior is tiny, far less than what a fixed mass would take.
+      const V scale = rows.c[n] * ledger.level[n], room = vmax(all(TINY<R>), anchor - best);
+      const V most_y = anchor + scale * (link.beta(n) * vlog(room) - vlog(all((R)p.mass)));
+      h = -vmax(-h, Link::ORIGIN - vmax(all((R)1), most_y));
+    }
+    ledger.h[n] = idle ? all(-INF<R>) : h;
     ledger.width[n] = ledger.h[n] - ledger.low[n] + (R)1;
     ledger.done[n] = idle;
   }
@@ -444,6 +455,26 @@ bool search(const Problem &p, const Rows<R, NV> &rows, const Link &link, Sheet<R
   return listed;
 }
 
+// Rows of a fixed mass whose priors are all so small that y would be too large for the scores to count, or for a number:
+// such a remote row is the prior's own, p = pi mass/sum(pi), and log2(mass/sum(pi)) is its `share`. They need no search.
+template <class R, int NV, class Link>
+void rest_on_prior(const Problem &p, const Link &link, const Sheet<R, NV> &s, Ledger<R, NV> &ledger) {
+  using V = Vec<R>;
+  constexpr int N = Simd<R>::N, L = N * NV;
+  constexpr R FAR = sizeof(R) == 4 ? 64 : 512;  // log2 y
+  for (int n = 0; n < NV; ++n) {
+    V top = all(-INF<R>), sum = {};
+    for (int64_t j = 0; j < s.rows; ++j) top = vmax(top, load(s.prior + j * L + n * N));
+    ledger.remote[n] = (top > -INF<R>) & (top < -FAR * link.beta(n));
+    if (!any(ledger.remote[n])) continue;
+    ledger.some_remote = true;
+    const V safe = top == -INF<R> ? V{} : top;
+    for (int64_t j = 0; j < s.rows; ++j) sum += vexp2(load(s.prior + j * L + n * N) - safe);
+    ledger.share[n] = (R)LOG2E * (vlog(all((R)p.mass)) - vlog(vmax(all(TINY<R>), sum))) - safe;
+    ledger.best[n] = ledger.remote[n] ? all(-INF<R>) : ledger.best[n];
+  }
+}
+
 // How many keys each row may read.
 template <class R, int NV> void count_admissible(Ledger<R, NV> &ledger, int64_t keys, const R *gate) {
   constexpr int N = Simd<R>::N, L = N * NV;
@@ -542,8 +573,27 @@ bool list_by_screen(const Problem &p, const Terms &terms, const Asked &want, con
   return true;
 }
 
+// p log p and w log p of a piece of the panel. Logarithms are measured from the heaviest weight so far: in a row of many
+// like keys, or of next to no mass, their sums would lose digits.
+template <class R, int NV>
+void add_logs(Ledger<R, NV> &ledger, int n, Vec<R> top, int64_t from, int64_t to, const R *p, const R *w) {
+  using V = Vec<R>;
+  constexpr int N = Simd<R>::N, L = N * NV;
+  const V before = ledger.heaviest[n], heaviest = vmax(before, top), inverse = heaviest > TINY<R> ? (R)1 / heaviest : V{};
+  const V shift = before > TINY<R> ? vlog(vmax(all(TINY<R>), before * inverse)) : V{};
+  V plog = {}, wlog = {};
+  for (int64_t j = from; j < to; ++j) {
+    const V q = load(p + j * L + n * N), log_p = q > TINY<R> ? vlog(vmax(all(TINY<R>), q * inverse)) : V{};
+    plog += q * log_p;
+    if (w) wlog += load(w + j * L + n * N) * log_p;
+  }
+  ledger.plog[n] += shift * ledger.mass[n] + plog, ledger.wlog[n] += shift * ledger.slope[n] + wlog;
+  ledger.heaviest[n] = heaviest;
+}
+
 // Final weights of `keys` panel rows, in place, with the statistics; w apart if the gradient's centre is wanted.
-// Row j is key first + j, or where `index` is given, in each lane its own.
+// Row j is key first + j, or where `index` is given, in each lane its own. In pieces, whose sums are made apart and then
+// added: shorter chains of rounding.
 template <class R, int NV, class Link>
 void weigh_link(const Problem &p, const Asked &want, const Rows<R, NV> &rows, const Link &link, Ledger<R, NV> &ledger,
                 int64_t first, const int32_t *index, int64_t keys, R *x, const R *prior, R *w_panel) {
@@ -552,10 +602,10 @@ void weigh_link(const Problem &p, const Asked &want, const Rows<R, NV> &rows, co
   const R *squares = (const R *)p.squares.data + p.squares.s0 * rows.b + p.squares.s1 * rows.kv;
   for (int n = 0; n < NV; ++n) {
     const V h = ledger.h[n], anchor = ledger.anchor[n], reference = ledger.reference[n];
-    V mass = {}, slope = {};
-    const auto weigh_keys = [&](auto bare) __attribute__((always_inline)) {  // bare: nothing but the weights is wanted
-      constexpr bool BARE = decltype(bare)::value;
-      for (int64_t j = 0; j < keys; ++j) {
+    const auto weigh_keys = [&](int64_t from, int64_t to, auto bare) __attribute__((always_inline)) {
+      constexpr bool BARE = decltype(bare)::value;  // nothing but the weights is wanted
+      V mass = {}, slope = {}, y1 = {}, y2 = {}, energy = {}, soft = {}, log_prior = {}, top = {};
+      for (int64_t j = from; j < to; ++j) {
         const int64_t at = j * L + n * N;
         const V d = load(x + at) - anchor;
         V w, q;
@@ -563,48 +613,59 @@ void weigh_link(const Problem &p, const Asked &want, const Rows<R, NV> &rows, co
           link.times_prior(n, d + h, load(prior + at), q, w);
         else
           link.at(n, d + h, q, w);
+        if (!BARE && ledger.some_remote) {
+          q = ledger.remote[n] ? power(load(prior + at) + ledger.share[n]) : q;
+          w = ledger.remote[n] ? q : w;  // but for a factor
+        }
         mass += q, slope += w;
         store(x + at, q);
         if (w_panel) store(w_panel + at, w);
         if (BARE) continue;
         if (want.moments) {
           const V away = q > 0 ? d - reference : V{};
-          ledger.y1[n] += q * away, ledger.y2[n] += q * away * away;
+          y1 += q * away, y2 += q * away * away;
         }
-        if (want.energy) ledger.energy[n] += q > 0 ? q * (d + h + Link::ORIGIN) : V{};
+        if (want.energy) energy += (q > 0) & ~ledger.remote[n] ? q * (d + h + Link::ORIGIN) : V{};
         if (want.soft) {
-          const V t = d + h, e = vexp2(-vmax(t, -t)), soft = vmax(V{}, t) + (R)LOG2E * vlog1p(e);
-          ledger.soft[n] += t > -INF<R> ? (prior ? soft * power(load(prior + at)) : soft) : V{};
+          const V t = d + h, e = vexp2(-vmax(t, -t)), plus = vmax(V{}, t) + (R)LOG2E * vlog1p(e);
+          soft += t > -INF<R> ? (prior ? plus * power(load(prior + at)) : plus) : V{};
         }
-        if (want.entropy) {
-          const V log_p = q > TINY<R> ? vlog(vmax(all(TINY<R>), q)) : V{};
-          ledger.plog[n] += q * log_p;
-          if (want.tilt_log) ledger.wlog[n] += w * log_p;
-        }
-        if (want.log_prior) ledger.log_prior[n] += q > 0 ? q * load(prior + at) : V{};
+        top = vmax(top, q);
+        if (want.log_prior) log_prior += q > 0 ? q * load(prior + at) : V{};
         if constexpr (Link::PRICED)
-          if (want.support) ledger.support[n] -= __builtin_convertvector(link.inside(d + h), V);
+          if (want.support)
+            ledger.support[n] -= __builtin_convertvector(link.inside(d + h) | ((q > 0) & ledger.remote[n]), V);
       }
+      if (!BARE) {
+        if (want.entropy) add_logs(ledger, n, top, from, to, x, want.tilt_log ? w_panel : nullptr);
+        ledger.y1[n] += y1, ledger.y2[n] += y2, ledger.energy[n] += energy, ledger.soft[n] += soft;
+        ledger.log_prior[n] += log_prior;
+      }
+      ledger.mass[n] += mass, ledger.slope[n] += slope;
     };
-    if (prior || want.moments || want.energy || want.soft || want.entropy || want.support)
-      weigh_keys(Count<false>());
-    else
-      weigh_keys(Count<true>());
-    ledger.mass[n] += mass, ledger.slope[n] += slope;
-    if (want.collision)
-      for (int64_t j = 0; j < keys; ++j) ledger.collision[n] += load(x + j * L + n * N) * load(x + j * L + n * N);
+    const bool bare = !(prior || want.moments || want.energy || want.soft || want.entropy || want.support);
+    for (int64_t from = 0; from < keys; from += PANEL_KEYS) {
+      const int64_t to = least(keys, from + PANEL_KEYS);
+      bare ? weigh_keys(from, to, Count<true>()) : weigh_keys(from, to, Count<false>());
+      if (want.collision || want.spread) {
+        V collision = {}, spread = {};
+        for (int64_t j = from; j < to; ++j) {
+          const V q = load(x + j * L + n * N);
+          if (want.collision) collision += q * q;
+          if (!want.spread) continue;
+          V square;
+          for (int i = 0; i < N; ++i) square[i] = squares[index ? (int64_t)index[j * L + n * N + i] : first + j];
+          spread += q * square;
+        }
+        ledger.collision[n] += collision, ledger.spread[n] += spread;
+      }
+    }
     if (want.top)
       for (int64_t j = 0; j < keys; ++j) ledger.heaviest[n] = vmax(ledger.heaviest[n], load(x + j * L + n * N));
     if (want.first && keys) {  // lists are in order of the keys
       for (int i = 0; i < N; ++i)
         if (index ? index[n * N + i] == 0 : first == 0) ledger.first[n][i] = x[n * N + i];
     }
-    if (want.spread)
-      for (int64_t j = 0; j < keys; ++j) {
-        V square;
-        for (int i = 0; i < N; ++i) square[i] = squares[index ? (int64_t)index[j * L + n * N + i] : first + j];
-        ledger.spread[n] += load(x + j * L + n * N) * square;
-      }
     if (want.drop)
       for (int64_t j = 0; j < keys; ++j)
         for (int i = 0; i < N; ++i) {
@@ -704,7 +765,8 @@ void finish_link(const Problem &p, const Terms &terms, const Asked &want, const 
     const bool free = p.marginal == regard::FREE, sink = p.marginal == regard::SINK;
     const bool relax = p.marginal == regard::RELAX;
     const R top = ledger.top[n][lane];
-    const bool some = free || h > -INF<R> || h != h, keys = top > -INF<R> || top != top;
+    const bool remote = ledger.remote[n][lane], keys = top > -INF<R> || top != top;
+    const bool some = free || remote || h > -INF<R> || h != h;
     R null = 0, null_w = 0, null_x = 0;
     if (sink) {
       V p0, w0;
@@ -712,14 +774,15 @@ void finish_link(const Problem &p, const Terms &terms, const Asked &want, const 
       link.at(n, all(null_x + h), p0, w0);
       null = p0[lane], null_w = w0[lane];
     }
-    const R dual = !some ? -INF<R> : free ? -level : (anchor - h - Link::ORIGIN) / c;
+    const R y = remote ? exp2_of(ledger.share[n][lane] * rows.power[i]) : 0;
+    const R dual = !some ? -INF<R> : free ? -level : remote ? -y / c : (anchor - h - Link::ORIGIN) / c;
     // What rounding of the price left over is shared in proportion.
     const R all_mass = mass + null;
     R scale = (free || relax || !(all_mass > 0)) ? 1 : (R)p.mass / all_mass;
     if (top != top) scale = top;  // NaN in, NaN out
     share[i] = scale;
     put(p.dual, at, dual);
-    put(p.peak, at, some ? anchor : -INF<R>), put(p.rest, at, h);
+    put(p.peak, at, remote ? INF<R> : some ? anchor : -INF<R>), put(p.rest, at, remote ? (R)ledger.share[n][lane] : h);
     put(p.mass_sent, at, mass * scale);
     R kappa = 0;
     if (relax && some) kappa = tau * exp_of(dual / level) / level;
@@ -728,14 +791,17 @@ void finish_link(const Problem &p, const Terms &terms, const Asked &want, const 
     const R total = all_mass > 0 ? all_mass : 1;
     R entropy = 0;
     if (want.entropy && all_mass > 0) {
-      const R log_null = null > 0 ? log_of(null) : 0, log_total = log_of(total);
-      entropy = log_total - (ledger.plog[n][lane] + null * log_null) / total;
+      const R most_p = (R)ledger.heaviest[n][lane] > TINY<R> ? (R)ledger.heaviest[n][lane] : 1;
+      const R log_null = null > 0 ? log_of(null / most_p) : 0;
+      entropy = log_of(total / most_p) - (ledger.plog[n][lane] + null * log_null) / total;
       const R negative = -entropy;
       entropy = entropy < 0 ? 0 : entropy;
       put(p.entropy, at, entropy);
       if (want.tilt_log) {
-        const R w_sum = ledger.slope[n][lane] + null_w;
-        const R sum = ledger.wlog[n][lane] + null_w * log_null + (entropy - log_total) * w_sum;
+        // With the mass as the backward pass knows it, not as it was summed: there the two meet.
+        const R w_sum = ledger.slope[n][lane] + null_w, sent = relax ? exp_of(-dual / level) : 1 / (R)p.mass;
+        R sum = ledger.wlog[n][lane] + null_w * log_null + (entropy + log_of(most_p * sent)) * w_sum;
+        if (!(sent < INF<R>)) sum = 0;
         put(p.tilt_log, at, sum * tilt_share[i]);
       }
       if (p.kl) {
@@ -765,6 +831,7 @@ void finish_link(const Problem &p, const Terms &terms, const Asked &want, const 
         value = tau / alpha * energy;  // of the dual: there the price's own error hardly counts
         if (relax) value += level * ((some ? exp_of(dual / level) : 0) - 1);
         if (sink || p.marginal == regard::ROWS) value += (R)p.mass * dual;
+        if (remote) value = -tau * (R)p.mass * y / (alpha * (alpha - 1));
       }
       put(p.free_energy, at, value);
     }
@@ -860,12 +927,15 @@ void attend_link(const Problem &p, const Terms &terms, const Asked &want, const 
   }
   if constexpr (Link::PRICED)
     if (!free) {
+      if (s.prior && p.marginal == regard::ROWS) rest_on_prior(p, link, s, ledger);
+      if (ledger.some_remote) listed = false;
       if (listed && !screened) {
         const V none[NV] = {};
         search(p, rows, link, s, ledger, true, 2, 0, census);
         prune(p, rows, s, ledger, none);
       }
-      listed = search(p, rows, link, s, ledger, listed, 100, s.rows >= STAGE ? SPARSE_SHARE : 0, census);
+      const double share = s.rows >= STAGE && !ledger.some_remote ? SPARSE_SHARE : 0;
+      listed = search(p, rows, link, s, ledger, listed, 100, share, census);
       if (p.lists) keep<R, NV, Link>(p, rows, s, ledger, listed, screened);
       if (listed)
         weigh_link(p, want, rows, link, ledger, 0, s.index, level_lists(s), s.list, s.list_prior, w_panel);

@@ -145,7 +145,8 @@ template <class R, int NV> struct ReadPanels {
 
 // x -> p in place; prior: where it is apart from x.
 template <class R, int NV, class Link>
-void read_weights(const Rows<R, NV> &rows, int64_t keys, R *x, const R *prior, const Vec<R> *peak, const Vec<R> *rest) {
+void read_weights(const Problem &p, const Rows<R, NV> &rows, int64_t keys, R *x, const R *prior, const Vec<R> *peak,
+                  const Vec<R> *rest) {
   using V = Vec<R>;
   constexpr int N = Simd<R>::N, L = N * NV;
   const Link link(rows);
@@ -153,12 +154,14 @@ void read_weights(const Rows<R, NV> &rows, int64_t keys, R *x, const R *prior, c
     for (int n = 0; n < NV; ++n) {
       const int64_t at = j * L + n * N;
       const V e = load(x + at), d = e - peak[n] + rest[n];
-      V p, w;
+      V weight, w;
       if (prior)
-        link.times_prior(n, d, load(prior + at), p, w);
+        link.times_prior(n, d, load(prior + at), weight, w);
       else
-        link.at(n, d, p, w);
-      store(x + at, e == -INF<R> ? V{} : p);  // whatever the row's price is
+        link.at(n, d, weight, w);
+      if (prior && p.family == regard::TSALLIS)  // a remote row (panel.h)
+        weight = peak[n] == INF<R> ? power(load(prior + at) + rest[n]) : weight;
+      store(x + at, e == -INF<R> ? V{} : weight);  // whatever the row's price is
     }
 }
 
@@ -185,7 +188,7 @@ void read_rows(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, Re
     if (gate == PARTLY || !terms.folded)
       dress(p, terms, rows, keys, s.x, gate == PARTLY ? s.gate : nullptr, s.bias, (R *)nullptr, (R *)nullptr);
     const auto weigh_by = [&](auto tag) {
-      read_weights<R, NV, typename decltype(tag)::Link>(rows, keys, s.x, terms.prior ? s.gate : nullptr, peak, rest);
+      read_weights<R, NV, typename decltype(tag)::Link>(p, rows, keys, s.x, terms.prior ? s.gate : nullptr, peak, rest);
     };
     p.family == regard::KL ? weigh_by(Tag<Exponential<R>>()) : with_link<R>(p, weigh_by);
     take(first, keys, s.x);

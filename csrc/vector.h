@@ -61,7 +61,9 @@ template <class V> INLINE V vmax(V a, V b) { return a > b ? a : b; }
 #endif
 
 template <class M> INLINE bool any(M mask) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+#elif defined(__AVX2__)
   return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
 #else
   bool found = false;

@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 tests/processes.py FOLDER KIND   # "reader", "llama"
 """
 
 import contextlib
+import gc
 import json
 import sys
 from collections.abc import Iterator
@@ -124,4 +125,5 @@ if __name__ == "__main__":
         given = (rank, dist.get_world_size())
         taken = train_unequally(folder, *given) if kind == "late" else train(folder, kind, *given)
         (folder / f"{kind}-{rank}.json").write_text(json.dumps(taken))
+    gc.collect()  # a group is destroyed when nobody holds it; its threads must not outlive Python
     dist.destroy_process_group()

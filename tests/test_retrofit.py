@@ -373,10 +373,11 @@ def test_saved_and_loaded(name, tmp_path):
     assert type(loaded) is type(model) and loaded.config._attn_implementation == "regard"
     assert loaded.state_dict().keys() == model.state_dict().keys()
     assert all(torch.equal(loaded.state_dict()[n], t) for n, t in model.state_dict().items())
-    assert torch.equal(logits(loaded, "regard", given), expected)
+    # To the last bit, but where there are experts: transformers multiplies those of a loaded model in another way.
+    assert (logits(loaded, "regard", given) - expected).abs().max() <= (1e-5 if name == "gpt_oss" else 0)
     again = tmp_path / "again"
     loaded.save_pretrained(again)
-    assert torch.equal(logits(regard.hf.from_pretrained(again), "regard", given), expected)
+    assert torch.equal(logits(regard.hf.from_pretrained(again), "regard", given), logits(loaded, "regard", given))
     half = regard.hf.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
 

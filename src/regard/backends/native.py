@@ -494,10 +494,14 @@ def _slot_gradient(
             mass = torch.where(idle, 1.0, (dual / level).exp())
         elif form.marginal == "free":
             by_level = dot / tau
+            expected = expected + dot
+            mass = (outputs["lse"] + level / tau).exp() if "lse" in outputs else torch.zeros_like(dot)
         if slot == "level":
             return by_level[..., None]
-        # What the baseline's rounding let through, to be taken out at the centre of the plan (free rows have none).
-        excess: Any = (found["row_g"] + null - expected) / mass if form.marginal != "free" else 0.0
+        # What the baseline's rounding let through, to be taken out at the centre of the plan. (Free rows have no
+        # baseline: there it is the rounding of what lse and entropy add, if they do.)
+        excess: Any = found["row_g"] + null - expected
+        excess = torch.where(mass > 0, excess / mass, 0.0) if form.marginal == "free" else excess / mass
         if slot == "slopes":
             return torch.where(idle, 0.0, found["row_pd"] * excess - found["row_gd"])[..., None]
         # Envelope theorem: dL/dtau = -(sum G (s - dual) + dual * g_lse)/tau^2 for every marginal, null key included.

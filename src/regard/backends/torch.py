@@ -228,12 +228,29 @@ def _anchor(rows: Balance) -> tuple[Tensor, Tensor]:
         prices = prices.clamp(min=torch.finfo(prices.dtype).min)  # -inf is for keys that are not admissible
         price, best = rows.masked(prices, -math.inf).max(-1, keepdim=True)
         anchor = torch.where(price == -math.inf, -math.inf, rows.scores.gather(-1, best))
+        if rows.form.marginal == "relax" and rows.form.family != "kl":
+            log_prior = rows.log_prior.expand_as(rows.scores).gather(-1, best)
+            price = torch.where(price == -math.inf, price, _relaxed_price(rows, anchor, log_prior))
     if rows.form.marginal == "sink":
         null = log_mass if rows.null_log_prior is None else log_mass - rows.null_log_prior
         null_price = rows.level - rows.temperature * rows.regularizer.inverse(null) + torch.zeros_like(price)
         anchor = torch.where(null_price > price, rows.level, anchor)
         price = torch.maximum(price, null_price)
     return anchor, price
+
+
+def _relaxed_price(rows: Balance, anchor: Tensor, log_prior: Tensor) -> Tensor:
+    """The price at which a key alone takes the mass that a relaxed row has at that price. Where the prior is
+    tiny so is this mass, and a search that began at the full one would begin out of reach."""
+    low, high = torch.full_like(anchor, -1e4), torch.zeros_like(anchor)  # of the mass's logarithm
+    for _ in range(40):
+        middle = (low + high) / 2
+        price = anchor - rows.temperature * rows.regularizer.inverse(middle - log_prior)
+        above = rows.dual(price - rows.anchor) / rows.level > middle
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+    return (anchor - rows.temperature * rows.regularizer.inverse(high - log_prior)).clamp(
+        min=torch.finfo(anchor.dtype).min
+    )
 
 
 def _full_rows(rows: Balance) -> Tensor | None:

@@ -6,6 +6,7 @@ and the first process alone writes. Without it, all of this is one process and c
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +52,7 @@ def join(device: torch.device) -> None:
 
 def leave() -> None:
     if several():
+        gc.collect()  # a model that is left over would hold the group, whose threads must not outlive Python
         dist.destroy_process_group()
 
 
