@@ -204,8 +204,8 @@ class Problem:
         }
 
     def run(self, backend: str, dtype: torch.dtype | None, faint: Tensor | bool = False) -> dict[str, Tensor]:
-        """Outputs and gradients by name; `dtype` for another than the problem's own. The entropy of `faint` rows is not
-        differentiated."""
+        """Outputs and gradients by name; `dtype` for another than the problem's own. lse and entropy of `faint` rows
+        are not differentiated."""
         leaves = {}
         for name, leaf in self.leaves.items():
             floating = leaf.is_floating_point()
@@ -235,7 +235,7 @@ class Problem:
         g, weights = torch.Generator().manual_seed(7), {}
         for name in ("out", *(n for n in ("lse", "entropy") if n in results)):
             weights[name] = torch.randn(results[name].shape, generator=g).to(results[name].dtype)
-            if name == "entropy":
+            if name in ("lse", "entropy"):
                 weights[name] = torch.where(torch.as_tensor(faint), 0.0, weights[name])
         return weights
 

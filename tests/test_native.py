@@ -724,6 +724,54 @@ def test_links_decoding(link, Tq):
 
 
 @each_isa
+@pytest.mark.parametrize("alpha", [1.2, 1.5, 2.0, 2.5])
+@pytest.mark.parametrize("level", [-100.0, -300.0])
+def test_links_rows_whose_priors_are_too_small_for_a_number(level, alpha):
+    """What y would have to be is not a number any more, or so large that no score counts: the plan is the prior's."""
+    given = qkv(11, B=1, H=1, Hkv=1, Tq=70, Tk=130, D=8, Dv=5) | {"bias": normal(12, 70, 130)}
+    q, k, v, bias = (t.requires_grad_() for t in given.values())
+    far = torch.arange(70) % 3 != 1  # among them rows as they always are
+    log_prior = bias + torch.where(far[:, None], level / (alpha - 1), 0.0)
+    problem = Transport(Tsallis(alpha), prior=Bias(log_prior), marginal=Rows(mass=2.0))
+    expected = 2 * log_prior.double().softmax(-1)
+    weight, close = normal(13, 70, 5), 1e-5 - 1e-7 * level / (alpha - 1)  # a large logarithm has fewer digits
+    want = torch.autograd.grad((expected @ v[0, 0].double())[far].mul(weight[far]).sum(), (bias, v), retain_graph=True)
+    for isa in engine.isas():
+        engine.use(isa)
+        out, aux = regard.attention(
+            q, k, v, problem=problem, backend="native", return_aux=AuxRequest(entropy=True, support=True, key_mass=True)
+        )
+        assert error(out[0, 0, far].detach(), (expected @ v[0, 0].double())[far].detach()) < close
+        assert out.isfinite().all() and (aux.support[0, 0] == 130)[far].all()
+        assert abs(aux.key_mass.double().sum() / 140 - 1) < close
+        distribution = torch.distributions.Categorical(logits=log_prior.detach().double())
+        assert error(aux.entropy[0, 0, far].detach(), distribution.entropy()[far]) < close
+        weights, _ = regard.topk(q, k, 130, problem=problem)
+        assert error(weights[0, 0, far], expected.detach().sort(-1, descending=True).values[far]) < close
+        found = torch.autograd.grad(out[0, 0, far].mul(weight[far]).sum(), (q, k, bias, v), retain_graph=True)
+        assert found[0].abs().max() == found[1].abs().max() == 0
+        assert error(found[2], want[0].double()) < close and error(found[3], want[1].double()) < close
+
+
+@each_isa
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0, 2.5, 3.0])
+def test_links_relaxed_rows_of_little_mass(alpha, backend):
+    """The mass is what the price says, however small the prior makes it."""
+    prior = Bias(torch.linspace(-70, 3, 90)[:, None])
+    problem = Transport(Tsallis(alpha), prior=prior, marginal=Rows(relax=0.9))
+    for isa in engine.isas() if backend == "native" else [engine.isa()]:
+        engine.use(isa)
+        for dtype in (torch.float32, torch.float64):
+            q, k, v = (t.to(dtype) for t in qkv(14, B=1, H=1, Hkv=1, Tq=90, Tk=40, D=8, Dv=5).values())
+            _, aux = regard.attention(
+                q, k, v, problem=problem, backend=backend, return_aux=AuxRequest(dual=True, mass=True)
+            )
+            log_mass, price = aux.mass.double().log(), aux.dual.double() / 0.9
+            assert (log_mass - price).abs().max() < (2e-5 if dtype == torch.float32 else 1e-9)
+
+
+@each_isa
 @pytest.mark.parametrize("link", LINKS)
 def test_links_few_keys_and_rows_without(link):
     for Tk in (1, 2, 3):

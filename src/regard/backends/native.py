@@ -501,7 +501,7 @@ def _slot_gradient(
         # What the baseline's rounding let through, to be taken out at the centre of the plan. (Free rows have no
         # baseline: there it is the rounding of what lse and entropy add, if they do.)
         excess: Any = found["row_g"] + null - expected
-        excess = torch.where(mass > 0, excess / mass, 0.0) if form.marginal == "free" else excess / mass
+        excess = torch.where(mass > 1e-30, excess / mass, 0.0) if form.marginal == "free" else excess / mass
         if slot == "slopes":
             return torch.where(idle, 0.0, found["row_pd"] * excess - found["row_gd"])[..., None]
         # Envelope theorem: dL/dtau = -(sum G (s - dual) + dual * g_lse)/tau^2 for every marginal, null key included.
@@ -536,7 +536,7 @@ def _link_gradient(
         p = y ** (1 / (alpha - 1))
         advantage = -baseline
         if "entropy" in grads:
-            advantage = advantage - grads["entropy"] * (p.log() + outputs["entropy"])
+            advantage = advantage - grads["entropy"] * (y.log() / (alpha - 1) + outputs["entropy"])  # p may be 0
         advantage = torch.where(inside, advantage, 0.0)
         gain = p / y * advantage
     # What the keys' G add up to, in exact arithmetic.
