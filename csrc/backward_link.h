@@ -153,7 +153,7 @@ template <class R, class Link> struct Pairs {
     const R kept = p.dropout_key ? rows.kept_at(p, first + j, i) : 1, p_ij = weight;
     u = kept * u - r.a[n][lane];
     weight *= kept;
-    if (p.grad_entropy && p_ij > TINY<R>) u -= r.b[n][lane] * log_of(p_ij * r.per_mass[n][lane]);
+    if (p.grad_entropy && p_ij > TINY<R>) u -= r.b[n][lane] * log_of(most(TINY<R>, p_ij * r.per_mass[n][lane]));
     const R g = w * u;
     if (sums) {
       const int64_t key_at = (rows.b * p.H + rows.head[0]) * p.Tk + first + j;
