@@ -31,7 +31,8 @@ template <class R> struct BackRows {
   V sum_g[NV], sum_gs[NV], sum_gd[NV], sum_ps[NV], sum_pd[NV], sum_gp[NV], sum_ga[NV];
   R dot[L];
   Mask<R> remote[NV];               // rows that rest on their prior alone (panel.h)
-  bool some_remote;
+  V lift[NV];
+  bool some_remote, has_lift;
   bool idle;  // some row has no key
   ListedKeys keys;            // the rows' lists, if they were kept (lists.h)
   const R *x;

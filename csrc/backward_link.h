@@ -25,7 +25,7 @@ template <class R> void prepare_link(const Problem &p, BackRows<R> &r) {
     r.peak[n] = r.per_mass[n] = Vec<R>{}, r.rest[n] = all(-INF<R>), r.edge[n] = all(INF<R>);
     r.remote[n] = Mask<R>{};
   }
-  r.some_remote = false;
+  r.some_remote = r.has_lift = false;
   for (int i = 0; i < rows.n; ++i) {
     const int n = i / N, lane = i % N;
     const R level = rows.level[i], peak = of_row<R>(p.saved_peak, rows.at(p.saved_peak, i));
@@ -254,6 +254,10 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
     return;
   }
 
+  if (r.some_remote && !r.has_lift) {
+    largest_priors(p, terms, rows, BACK_KEYS, s.gate, s.bias, s.spare, s.live, r.lift);
+    r.has_lift = true;
+  }
   const Gate gate = open_gate(p, terms, rows, first, keys, s.gate, s.bias, s.spare, s.live);
   if (gate == CLOSED) return;
   const uint8_t *live = gate == PARTLY ? s.live : nullptr;
@@ -289,8 +293,8 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
     else
       link.at(n, d, weight, w);
     if (r.some_remote && prior) {
-      weight = r.remote[n] ? power(load(prior + at) + r.rest[n]) : weight;
-      w = r.remote[n] ? weight : w, d = r.remote[n] ? V{} : d;
+      const V own = x == x ? power(load(prior + at) - r.lift[n] + r.rest[n]) : x;
+      weight = r.remote[n] ? own : weight, w = r.remote[n] ? own : w, d = r.remote[n] ? V{} : d;
     }
     return d;
   };

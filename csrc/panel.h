@@ -59,7 +59,7 @@ template <class R, int NV> struct Ledger {
   V collision[NV], heaviest[NV], support[NV], admissible[NV], first[NV], spread[NV], soft[NV];
   V prior_top[NV], prior_sum[NV], log_prior[NV];
   Mask<R> remote[NV];           // see rest_on_prior
-  V share[NV];
+  V share[NV], lift[NV];
   bool some_remote;
 };
 
@@ -209,8 +209,8 @@ void begin(const Problem &p, const Rows<R, NV> &rows, const Link &link, Ledger<R
     for (int i = 0; i < N; ++i) ledger.level[n][i] = rows.level[n * N + i];
     if (p.marginal == regard::SINK) {  // the null key may pay most, too
       const V null = ledger.level[n] * rows.c[n], price = null - link.headroom(n, all((R)p.mass)) - Link::ORIGIN;
-      const Mask<R> better = price > best;
-      anchor = better ? null : anchor, best = better ? price : best, top = vmax(top, null);
+      const Mask<R> better = (price > best) | (anchor == -INF<R>);
+      anchor = better ? null : anchor, best = vmax(best, price), top = vmax(top, null);
       ledger.null_x[n] = null - (anchor == -INF<R> ? V{} : anchor);
     }
     const Mask<R> idle = best == -INF<R>;  // not by the anchor: a row may begin again
@@ -456,7 +456,8 @@ bool search(const Problem &p, const Rows<R, NV> &rows, const Link &link, Sheet<R
 }
 
 // Rows of a fixed mass whose priors are all so small that y would be too large for the scores to count, or for a number:
-// such a remote row is the prior's own, p = pi mass/sum(pi), and log2(mass/sum(pi)) is its `share`. They need no search.
+// such a remote row is the prior's own, p = pi mass/sum(pi). It needs no search. Logarithms of its prior are measured from
+// the largest (`lift`), and log2(mass/sum(pi)) with that is its `share`.
 template <class R, int NV, class Link>
 void rest_on_prior(const Problem &p, const Link &link, const Sheet<R, NV> &s, Ledger<R, NV> &ledger) {
   using V = Vec<R>;
@@ -465,13 +466,15 @@ void rest_on_prior(const Problem &p, const Link &link, const Sheet<R, NV> &s, Le
   for (int n = 0; n < NV; ++n) {
     V top = all(-INF<R>), sum = {};
     for (int64_t j = 0; j < s.rows; ++j) top = vmax(top, load(s.prior + j * L + n * N));
-    ledger.remote[n] = (top > -INF<R>) & (top < -FAR * link.beta(n));
-    if (!any(ledger.remote[n])) continue;
-    ledger.some_remote = true;
+    const V log_mass = (R)LOG2E * vlog(all((R)p.mass)), far = FAR * link.beta(n);
+    if (!any((top > -INF<R>) & (log_mass - top > far))) continue;
     const V safe = top == -INF<R> ? V{} : top;
     for (int64_t j = 0; j < s.rows; ++j) sum += vexp2(load(s.prior + j * L + n * N) - safe);
-    ledger.share[n] = (R)LOG2E * (vlog(all((R)p.mass)) - vlog(vmax(all(TINY<R>), sum))) - safe;
-    ledger.best[n] = ledger.remote[n] ? all(-INF<R>) : ledger.best[n];
+    const V share = log_mass - (R)LOG2E * vlog(vmax(all(TINY<R>), sum));
+    const Mask<R> remote = (top > -INF<R>) & (share - top > far);
+    ledger.remote[n] = remote, ledger.some_remote |= any(remote);
+    ledger.share[n] = share, ledger.lift[n] = remote ? top : V{};
+    ledger.best[n] = remote ? all(-INF<R>) : ledger.best[n];
   }
 }
 
@@ -579,11 +582,11 @@ template <class R, int NV>
 void add_logs(Ledger<R, NV> &ledger, int n, Vec<R> top, int64_t from, int64_t to, const R *p, const R *w) {
   using V = Vec<R>;
   constexpr int N = Simd<R>::N, L = N * NV;
-  const V before = ledger.heaviest[n], heaviest = vmax(before, top), inverse = heaviest > TINY<R> ? (R)1 / heaviest : V{};
-  const V shift = before > TINY<R> ? vlog(vmax(all(TINY<R>), before * inverse)) : V{};
+  const V before = ledger.heaviest[n], heaviest = vmax(before, top), safe = heaviest > TINY<R> ? heaviest : all((R)1);
+  const V shift = before > TINY<R> ? vlog(vmax(all(TINY<R>), before / safe)) : V{};
   V plog = {}, wlog = {};
   for (int64_t j = from; j < to; ++j) {
-    const V q = load(p + j * L + n * N), log_p = q > TINY<R> ? vlog(vmax(all(TINY<R>), q * inverse)) : V{};
+    const V q = load(p + j * L + n * N), log_p = q > TINY<R> ? vlog(vmax(all(TINY<R>), q / safe)) : V{};
     plog += q * log_p;
     if (w) wlog += load(w + j * L + n * N) * log_p;
   }
@@ -614,8 +617,9 @@ void weigh_link(const Problem &p, const Asked &want, const Rows<R, NV> &rows, co
         else
           link.at(n, d + h, q, w);
         if (!BARE && ledger.some_remote) {
-          q = ledger.remote[n] ? power(load(prior + at) + ledger.share[n]) : q;
-          w = ledger.remote[n] ? q : w;  // but for a factor
+          const V own = d == d ? power(load(prior + at) - ledger.lift[n] + ledger.share[n]) : d;
+          q = ledger.remote[n] ? own : q;
+          w = ledger.remote[n] ? own : w;  // but for a factor
         }
         mass += q, slope += w;
         store(x + at, q);
@@ -631,7 +635,7 @@ void weigh_link(const Problem &p, const Asked &want, const Rows<R, NV> &rows, co
           soft += t > -INF<R> ? (prior ? plus * power(load(prior + at)) : plus) : V{};
         }
         top = vmax(top, q);
-        if (want.log_prior) log_prior += q > 0 ? q * load(prior + at) : V{};
+        if (want.log_prior) log_prior += q > 0 ? q * (load(prior + at) - ledger.lift[n]) : V{};
         if constexpr (Link::PRICED)
           if (want.support)
             ledger.support[n] -= __builtin_convertvector(link.inside(d + h) | ((q > 0) & ledger.remote[n]), V);
@@ -774,7 +778,7 @@ void finish_link(const Problem &p, const Terms &terms, const Asked &want, const 
       link.at(n, all(null_x + h), p0, w0);
       null = p0[lane], null_w = w0[lane];
     }
-    const R y = remote ? exp2_of(ledger.share[n][lane] * rows.power[i]) : 0;
+    const R lift = ledger.lift[n][lane], y = remote ? exp2_of((ledger.share[n][lane] - lift) * rows.power[i]) : 0;
     const R dual = !some ? -INF<R> : free ? -level : remote ? -y / c : (anchor - h - Link::ORIGIN) / c;
     // What rounding of the price left over is shared in proportion.
     const R all_mass = mass + null;
@@ -806,7 +810,7 @@ void finish_link(const Problem &p, const Terms &terms, const Asked &want, const 
       }
       if (p.kl) {
         R prior_mass = ledger.admissible[n][lane], log_prior_mass = log_of(prior_mass);
-        if (terms.prior) log_prior_mass = (R)LN2 * (ledger.prior_top[n][lane] + log2_of(ledger.prior_sum[n][lane]));
+        if (terms.prior) log_prior_mass = (R)LN2 * (ledger.prior_top[n][lane] - lift + log2_of(ledger.prior_sum[n][lane]));
         if (sink) log_prior_mass = keys ? log_of(exp_of(log_prior_mass) + 1) : 0;
         const R kl = negative - (R)LN2 * ledger.log_prior[n][lane] / total + log_prior_mass;
         put(p.kl, at, kl < 0 ? 0 : kl);

@@ -146,7 +146,7 @@ template <class R, int NV> struct ReadPanels {
 // x -> p in place; prior: where it is apart from x.
 template <class R, int NV, class Link>
 void read_weights(const Problem &p, const Rows<R, NV> &rows, int64_t keys, R *x, const R *prior, const Vec<R> *peak,
-                  const Vec<R> *rest) {
+                  const Vec<R> *rest, const Vec<R> *lift) {
   using V = Vec<R>;
   constexpr int N = Simd<R>::N, L = N * NV;
   const Link link(rows);
@@ -159,8 +159,10 @@ void read_weights(const Problem &p, const Rows<R, NV> &rows, int64_t keys, R *x,
         link.times_prior(n, d, load(prior + at), weight, w);
       else
         link.at(n, d, weight, w);
-      if (prior && p.family == regard::TSALLIS)  // a remote row (panel.h)
-        weight = peak[n] == INF<R> ? power(load(prior + at) + rest[n]) : weight;
+      if (prior && p.family == regard::TSALLIS) {  // a remote row (panel.h)
+        const V own = e == e ? power(load(prior + at) - lift[n] + rest[n]) : e;
+        weight = peak[n] == INF<R> ? own : weight;
+      }
       store(x + at, e == -INF<R> ? V{} : weight);  // whatever the row's price is
     }
 }
@@ -178,6 +180,11 @@ void read_rows(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, Re
     peak[i / N][i % N] = top, rest[i / N][i % N] = p.family == regard::KL ? -h : h;
   }
   rows.transpose(p.query, p.D, s.qt, [&](int i) { return rows.factor(p, terms, i); });
+  Vec<R> lift[NV] = {};
+  Mask<R> remote = {};
+  for (int n = 0; n < NV; ++n) remote |= peak[n] == INF<R>;
+  if (p.family == regard::TSALLIS && terms.prior && any(remote))
+    largest_priors(p, terms, rows, READ_KEYS, s.gate, s.bias, s.spare, s.live, lift);
   for (int64_t first = rows.lo; first < rows.hi; first += READ_KEYS) {
     const int64_t keys = least(READ_KEYS, rows.hi - first);
     const Gate gate = open_gate(p, terms, rows, first, keys, s.gate, s.bias, s.spare, s.live);
@@ -188,7 +195,7 @@ void read_rows(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, Re
     if (gate == PARTLY || !terms.folded)
       dress(p, terms, rows, keys, s.x, gate == PARTLY ? s.gate : nullptr, s.bias, (R *)nullptr, (R *)nullptr);
     const auto weigh_by = [&](auto tag) {
-      read_weights<R, NV, typename decltype(tag)::Link>(p, rows, keys, s.x, terms.prior ? s.gate : nullptr, peak, rest);
+      read_weights<R, NV, typename decltype(tag)::Link>(p, rows, keys, s.x, terms.prior ? s.gate : nullptr, peak, rest, lift);
     };
     p.family == regard::KL ? weigh_by(Tag<Exponential<R>>()) : with_link<R>(p, weigh_by);
     take(first, keys, s.x);

@@ -217,6 +217,20 @@ Gate open_gate(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, in
   return open ? PARTLY : CLOSED;
 }
 
+// The largest log-prior of each row, over all of its keys; the buffers have room for `keys` of them.
+template <class R, int NV>
+void largest_priors(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, int64_t keys, R *gate, R *bias,
+                    R *spare, uint8_t *live, Vec<R> *top) {
+  constexpr int N = Simd<R>::N, L = N * NV;
+  for (int n = 0; n < NV; ++n) top[n] = all(-INF<R>);
+  for (int64_t first = rows.lo; first < rows.hi; first += keys) {
+    const int64_t some = least(keys, rows.hi - first);
+    if (open_gate(p, terms, rows, first, some, gate, bias, spare, live) == CLOSED) continue;
+    for (int64_t j = 0; j < some; ++j)
+      for (int n = 0; n < NV; ++n) top[n] = vmax(top[n], load(gate + j * L + n * N));
+  }
+}
+
 // From raw products to x (in place); `score` receives s if it is wanted apart, `slope` the derivative of the softcap.
 template <class R, int NV>
 void dress(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, int64_t keys, R *x, const R *gate,
