@@ -791,7 +791,7 @@ void finish_link(const Problem &p, const Terms &terms, const Asked &want, const 
     R kappa = 0;
     if (relax && some) kappa = tau * exp_of(dual / level) / level;
     const R slope = ledger.slope[n][lane] + null_w + kappa;
-    tilt_share[i] = slope > 0 ? 1 / slope : 0;
+    tilt_share[i] = slope > TINY<R> ? 1 / slope : 0;  // the inverse of less is no number
     const R total = all_mass > 0 ? all_mass : 1;
     R entropy = 0;
     if (want.entropy && all_mass > 0) {

@@ -11,7 +11,7 @@ pytest.importorskip("regard._native", reason="the native engine was not built")
 
 # What longer runs have found: prices and weights beyond float32, rows of next to no mass, terms that cancel.
 FOUND = [819304876, 1362146880, 1362147152, 1362148079, 1321447118, 1525432378, 1525435527]
-FOUND += [1775899123, 1775903899, 1884454212, 1884454821, 1692746258]
+FOUND += [1775899123, 1775903899, 1884454212, 1884454821, 1692746258, 1940364526]
 
 
 @pytest.mark.parametrize("seed", [*range(96), *FOUND])
