@@ -109,6 +109,9 @@ class Problem:
             self.leaves["v"] = self.heads(self.Hkv, self.Tk, self.Dv)
             if "level" in self.leaves:
                 self.leaves["level"] = self.leaves["level"][:1]
+            self.mask = random.Random(~self.seed).choice([None, None, "row", "bool"])  # rows without keys among lists
+            if self.mask is not None:
+                self.leaves["mask"] = self.make_mask()
         if self.marginal == "relax":  # its mass is exp(dual/rho), and near alpha = 1 that is soon 0 or infinite
             self.spread, self.alpha = min(self.spread, 1.0), max(self.alpha or 1.5, 1.3)
         self.leaves["q"] = self.leaves["q"] * self.spread
@@ -296,6 +299,11 @@ class Problem:
             if self.marginal == "relax":
                 by_level = by_level * torch.where(by_level > 0, rows.dual.abs() / form.level, 0.0)
             sizes["level"] = float(by_level.sum())
+        if "alpha" in self.leaves:  # beta^2 (1 - 1/y - log y), y = (p/pi)^(alpha - 1)
+            power = form.alpha - 1
+            log_y = power * (p.clamp(min=1e-300).log() - (0.0 if rows.log_prior is None else rows.log_prior))
+            by_alpha = p * u / power**2 * (1 + (-log_y).exp() + log_y.abs())
+            sizes["alpha"] = float(torch.where(p > 0, by_alpha, 0.0).sum())
         if "tau" in self.leaves:
             away = torch.where(w > 0, (rows.scores - rows.dual).abs() / rows.temperature, 0.0)
             by_tau = (w * u * away).sum(-1, keepdim=True)
