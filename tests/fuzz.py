@@ -38,6 +38,7 @@ from regard.backends.torch import scores_of, solve_rows
 from regard.form import Form, lower
 
 NAMES = regard.statistics.NAMES
+OF_FAINT_ROWS = ("entropy", "kl", "score_variance", "dual")  # of weights as a distribution, or their price
 SIZES = [0, 1, 1, 2, 3, 7, 8, 16, 23, 24, 25, 47, 48, 49, 96, 97, 130, 193]
 DEPTHS = [1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 40, 64, 65]
 PRIORS = ["causal", "window", "alibi", "documents", "bias", "row bias", "key bias"]
@@ -360,12 +361,7 @@ def check(seed: int) -> str | None:
         rounded = half and (name == "out" or name in ("grad q", "grad k", "grad v"))
         share, expected = 1.0, truth[name].double()
         aside = expected.isfinite() & ~plain[name].isfinite()  # beyond the dtype, or so the definition finds
-        if name in (
-            "entropy",
-            "kl",
-            "score_variance",
-            "dual",
-        ):  # of the row's weights as a distribution, or their price
+        if name in OF_FAINT_ROWS:
             aside = aside | torch.as_tensor(faint)
         value, definition = (torch.where(aside, expected, t.double()) for t in (value, plain[name]))
         bound = 4 * error(definition, expected) + (torch.finfo(problem.dtype).eps if rounded else floor)
@@ -377,7 +373,7 @@ def check(seed: int) -> str | None:
             # low power of the rounding error, and from alpha = 2 on gradients jump with it. Then most of them must be
             # right, and all finite.
             power = 0.5 if problem.alpha is None else problem.alpha - 1
-            bound = bound + floor / power + (8 * eps ** (1 / power) if power > 1 else 0.0)
+            bound = bound + floor / (power if problem.alpha else 1.0) + (8 * eps ** (1 / power) if power > 1 else 0.0)
             fine = problem.dtype == torch.float64  # no score comes that near the edge
             if name == "support" and not fine:
                 bound, share = bound + 0.02, 0.98

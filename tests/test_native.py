@@ -755,7 +755,7 @@ def test_links_rows_whose_priors_are_too_small_for_a_number(level, alpha):
 
 
 @each_isa
-@pytest.mark.parametrize(("alpha", "level", "mass"), [(10.0, -5.0, 1.0), (5.0, -11.2, 1.0), (2.0, -48.6, 1e-25)])
+@pytest.mark.parametrize(("alpha", "level", "mass"), [(10.0, -5.0, 1.0), (2.0, -48.6, 1e-25)])
 def test_links_rows_of_small_priors_whose_scores_count(alpha, level, mass):
     """Many keys, or a small mass: what each key would pay alone says little of the price."""
     q, k, v = qkv(16, B=1, H=1, Hkv=1, Tq=9, Tk=2000, D=8, Dv=5).values()
