@@ -1,0 +1,195 @@
+"""Two-sided plans converge wherever one exists: random problems judged by linear programming, the solver's parts."""
+
+import math
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import convergence
+
+import regard
+from regard import AuxRequest, RowsAndColumns, Transport
+from regard.backends import native
+from regard.form import lower
+from regard.sinkhorn import anderson, feasibility, newton
+from regard.sinkhorn.marginals import Marginals
+from regard.sinkhorn.stage import Laplacian, Stage
+
+F64 = torch.float64
+BACKENDS = ["torch", *(["native"] if native._extension()[0] is not None else [])]
+by_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+# --- random problems --------------------------------------------------------------------------------------------------
+
+
+@by_backend
+@pytest.mark.parametrize("temperature", convergence.TEMPERATURES)
+def test_random_problems_converge_or_have_no_plan(temperature, backend):
+    """Every combination of parts once (`make converge` runs a thousand problems)."""
+    for seed in range(24):
+        verdict = convergence.judge(convergence.problem(seed), temperature, backend)
+        assert not verdict.failure, (seed, verdict)
+
+
+# Problems that stopped at a wrong plan while rungs of the ladder were left early, or while Newton's steps had a fixed
+# length: mass has to move between groups of queries and keys that exchange nothing at the start.
+@by_backend
+@pytest.mark.parametrize(("seed", "temperature"), [(6, 1e-2), (43, 3e-3), (94, 3e-3), (18, 1e-3), (284, 1e-3)])
+def test_hard_problems(seed, temperature, backend):
+    verdict = convergence.judge(convergence.problem(seed), temperature, backend)
+    assert not verdict.failure and not verdict.proof, verdict
+
+
+@by_backend
+@pytest.mark.parametrize("relax", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize("temperature", [1e-1, 1e-3])
+def test_relaxed_problems(temperature, relax, backend):
+    """A relaxed problem always has a plan: at small temperatures, too, and it is certified."""
+    for seed in range(0, 12, 3):
+        given = convergence.problem(seed)
+        problem = Transport(
+            marginal=RowsAndColumns(row=given.row, column=given.column, relax=relax, strict=True, tolerance=1e-9),
+            temperature=temperature,
+        )
+        regard.attention(given.query, given.key, given.key, scale=given.scale, problem=problem, backend=backend)
+        assert regard.solve(given.scores, problem).certificate().holds(1e-7)
+
+
+def test_the_judge_sees_wrong_plans(monkeypatch):
+    """Prices that are off by little, a plan claimed where there is none, and a missing proof are failures."""
+    given = convergence.problem(0)
+    right = regard.attention
+
+    def off(*args, **kwargs):
+        out, aux = right(*args, **kwargs)
+        aux.column_dual[..., 0] += 1e-5
+        return out, aux
+
+    assert not convergence.judge(given, 1e-1, "torch").failure
+    monkeypatch.setattr(regard, "attention", off)
+    assert "wrong" in convergence.judge(given, 1e-1, "torch").failure
+    monkeypatch.setattr(regard, "attention", right)
+    seed = next(s for s in range(4, 400, 6) if convergence.linear_program(convergence.problem(s)) is None)
+    assert convergence.judge(convergence.problem(seed), 1e-1, "torch").proof
+    monkeypatch.setattr(feasibility.Infeasibility, "_look_along", lambda *_: None)
+    assert convergence.judge(convergence.problem(seed), 1e-1, "torch").failure == "no plan, and no proof"
+
+
+# --- the reported share -----------------------------------------------------------------------------------------------
+
+
+def test_the_reported_share_is_the_mass_in_a_wrong_column():
+    """Mass that one column has too much is missing in another: it counts once."""
+    q, k = draw(1, 2, 9, 4), draw(1, 2, 7, 4, seed=1)
+    problem = Transport(marginal=RowsAndColumns(max_iterations=2), temperature=0.3)
+    with pytest.warns(UserWarning, match="in a wrong column") as raised:
+        _, aux = regard.attention(q, k, k, problem=problem, return_aux=AuxRequest(key_mass=True))
+    [told] = re.findall(r"iterations (\S+) of the mass", str(raised[0].message))
+    too_much = (aux.key_mass - 9 / 7).clamp(min=0).sum(-1) / 9
+    assert math.isclose(float(told), float(too_much.max()), rel_tol=5e-3)
+
+
+def test_iterations_stay_within_the_limit():
+    """The warmer problems on the way count, too; each of them is looked at once at least."""
+    q, k = draw(1, 1, 24, 4), draw(1, 1, 24, 4, seed=1)
+    rungs = 8  # at most, from temperature 1e-3 to the scores' own spread
+    for limit in (1, 5, 40):
+        problem = Transport(marginal=RowsAndColumns(max_iterations=limit), temperature=1e-3)
+        with warnings.catch_warnings(record=True) as raised:
+            warnings.simplefilter("always")
+            _, aux = regard.attention(q, k, k, problem=problem, return_aux=AuxRequest(iterations=True))
+        assert int(aux.iterations.max()) <= limit + rungs and (raised or limit == 40)
+
+
+@by_backend
+def test_invalid_numbers_stay_visible(backend):
+    q, k = draw(1, 1, 5, 4), draw(1, 1, 5, 4, seed=1)
+    q[0, 0, 2, 1] = math.nan
+    with pytest.warns(UserWarning, match="nan of the mass"):
+        out = regard.attention(q, k, k, problem=Transport(marginal=RowsAndColumns()), backend=backend)
+    assert out.isnan().all()  # every row depends on the keys' prices
+
+
+# --- the solver's parts -----------------------------------------------------------------------------------------------
+
+
+def stage(backend, temperature=0.5, relax=None, group=1, **more):
+    q, k = draw(1, 2, 6, 3), draw(1, 2 // group, 5, 3, seed=1)
+    row = draw(2, 6, seed=2).exp()
+    problem = Transport(marginal=RowsAndColumns(row=row, relax=relax), temperature=temperature)
+    form = lower(q, k, k, more.get("mask"), 0.0, False, None, group > 1, problem, None, None)
+    return Stage(backend, form, Marginals.of(backend, form), True), q @ k.repeat_interleave(group, 1).mT / math.sqrt(3)
+
+
+@by_backend
+@pytest.mark.parametrize("relax", [None, 0.7])
+@pytest.mark.parametrize("group", [1, 2])
+def test_laplacian_is_the_second_derivative_of_the_dual(backend, relax, group):
+    """Product and diagonal against a stored Hessian of the dual, which autograd differentiates twice."""
+    tau = 0.5
+    passes, scores = stage(backend, tau, relax, group)
+    a, b = passes.marginals.row, passes.marginals.column
+
+    def dual(gamma):
+        phi = (scores / tau - gamma[:, :, None]).logsumexp(-1) - a.log()
+        kappa = 0.0 if relax is None else tau / relax
+        price = b * gamma if relax is None else b * torch.expm1(kappa * gamma) / kappa
+        return (a * phi).sum() + price.sum()
+
+    gamma = 0.3 * draw(1, 2, 5, seed=3)
+    state = passes.at(gamma)
+    assert math.isclose(float(state.dual.sum()), float(dual(gamma)), rel_tol=1e-12)
+    (gradient,) = torch.autograd.grad(dual(g := gamma.clone().requires_grad_()), g)
+    assert (gradient + state.residual).abs().max() < 1e-12
+    hessian = torch.autograd.functional.hessian(dual, gamma).reshape(10, 10)
+    laplacian = Laplacian(passes, state)
+    x = draw(1, 2, 5, seed=4)
+    assert (laplacian.product(x).flatten() - hessian @ x.flatten()).abs().max() < 1e-12
+    assert (laplacian.jacobi.flatten() - hessian.diagonal()).abs().max() < 1e-12
+    rhs = laplacian.product(x)
+    found = laplacian.solve(rhs, 1e-13, 100)
+    assert (laplacian.product(found.x) - rhs).abs().max() < 1e-11 and bool((found.products <= 10).all())
+
+
+@by_backend
+@pytest.mark.parametrize("temperature", [0.5, 0.05])
+def test_newton_alone_solves_a_problem(backend, temperature):
+    """Without a ladder, from prices 0."""
+    passes, _ = stage(backend, temperature)
+    done = torch.zeros(1, 2, dtype=torch.bool)
+    gamma = torch.zeros(1, 2, 5, dtype=F64)
+    found = newton.newton(passes, gamma, 1e-10, 500, done, feasibility.Infeasibility(passes))
+    assert bool(found.arrived.all()) and float(found.state.share.max()) <= 1e-10
+    assert bool((passes.at(found.state.gamma).share <= 2e-10).all())
+    # A head that is done is left alone.
+    one = torch.tensor([[True, False]])
+    found = newton.newton(passes, gamma, 1e-10, 500, one, feasibility.Infeasibility(passes))
+    assert not found.state.gamma[0, 0].any() and int(found.iterations[0, 0]) == 0 and bool(found.arrived[0, 1])
+
+
+@by_backend
+def test_the_iteration_gives_up_early_where_it_hardly_moves(backend):
+    passes, _ = stage(backend, 1e-4)
+    gamma = torch.zeros(1, 2, 5, dtype=F64)
+    found = anderson.iterate(passes, gamma, 1e-10, 10_000, feasibility.Infeasibility(passes))
+    assert bool((found.iterations < 500).all())
+
+
+def test_no_warning_at_the_default_tolerance_in_float32():
+    q, k = (draw(1, 2, 40, 8, seed=n).float() for n in range(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for temperature in (1e-1, 1e-2, 1e-3):
+            problem = Transport(marginal=RowsAndColumns(), temperature=temperature)
+            regard.attention(q, k, k, problem=problem)
