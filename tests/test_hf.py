@@ -474,6 +474,24 @@ def test_names_and_problems_that_cannot_be_registered():
         regard.hf.register(Transport())
 
 
+def test_a_registered_problem_has_nothing_to_learn():
+    """It is no part of any model: what it learns would be in no state dict."""
+    sink = torch.nn.Parameter(torch.zeros(4))
+    with pytest.raises(ValueError, match=r"problem: expected tensors that do not require grad, got marginal\.sink"):
+        regard.hf.register("regard-learned", Transport(marginal=Rows(sink=sink)))
+    assert "regard-learned" not in hf.AttentionInterface()
+
+    class Scaled(regard.features.LinearAttention):
+        def __init__(self):
+            super().__init__()
+            self.gain = torch.nn.Parameter(torch.ones(()))
+
+    with pytest.raises(ValueError, match="problem: expected tensors that do not require grad, got gain"):
+        regard.hf.register("regard-learned", Scaled())
+    name = regard.hf.register("regard-constant", Transport(marginal=Rows(sink=sink.detach())))
+    assert logits(build("llama"), name, inputs_of("llama")).isfinite().all()
+
+
 def test_sinks_want_plain_rows():
     regard.hf.register("regard-relaxed", Transport(marginal=Rows(relax=1.0)))
     with pytest.raises(ValueError, match="s_aux"):

@@ -1,6 +1,8 @@
 """`regard.nn`: PyTorch's MultiheadAttention again, learned temperatures, the transformer and its broken variants."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -470,6 +472,150 @@ def test_the_transformer_says_what_is_wrong():
         small(init="big")
     with pytest.raises(TypeError, match=r"problem\(1\): expected a Transport"):
         small(problem=lambda layer: "softmax" if layer else None)
+
+
+# --- tensors of a Transport given directly ----------------------------------------------------------------------------
+
+
+def held(heads=H):
+    """A module with a Transport that holds two parameters and a constant, and its sink."""
+    torch.manual_seed(0)
+    sink = nn.Parameter(torch.zeros(heads))
+    prior = Causal() * ALiBi(torch.linspace(0.1, 0.5, heads))
+    problem = Transport(prior=prior, marginal=Rows(sink=sink), temperature=nn.Parameter(torch.ones(heads, 1, 1)))
+    return MultiheadAttention(E, heads, batch_first=True, problem=problem), sink
+
+
+def output(module, x):
+    return module(x, x, x, need_weights=False)[0]
+
+
+x_held = torch.randn(B, T, E, generator=torch.Generator().manual_seed(5))
+
+
+def test_a_parameter_in_a_transport_is_the_modules():
+    module, sink = held()
+    assert dict(module.named_parameters())["problem.marginal.sink"] is sink
+    assert {"problem.marginal.sink", "problem.temperature"} == {n for n in module.state_dict() if "problem" in n}
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    before = output(module, x_held)
+    before.square().sum().backward()
+    optimizer.step()
+    assert sink.abs().min() > 0 and not torch.allclose(output(module, x_held), before)
+
+
+def test_constants_of_a_transport_do_not_enter_the_state_dict():
+    theirs = nn.MultiheadAttention(E, H, batch_first=True)
+    ours = MultiheadAttention(E, H, batch_first=True, problem=Transport(prior=ALiBi(torch.ones(H))))
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    with pytest.raises(RuntimeError, match=r"Missing.*problem\.marginal\.sink"):  # torch's has no sinks
+        held()[0].load_state_dict(theirs.state_dict())
+    assert held()[0].load_state_dict(theirs.state_dict(), strict=False).missing_keys
+
+
+def with_sink(module, value):
+    """What the module gives if its sink is `value`: by a Transport that is built on the spot."""
+    problem = module.problem()
+    other = Transport(prior=problem.prior, marginal=Rows(sink=value), temperature=problem.temperature)
+    plain = MultiheadAttention(E, H, batch_first=True, problem=lambda: other)
+    plain.load_state_dict({n: p for n, p in module.state_dict().items() if "problem" not in n})
+    return output(plain, x_held)
+
+
+def test_what_replaces_a_parameter_reaches_the_forward_pass():
+    module, sink = held()
+    value = torch.tensor([1.0, -1.0, 2.0])
+    expected = with_sink(module, value)
+    assert not torch.allclose(output(module, x_held), expected)
+    called = torch.func.functional_call(
+        module, {"problem.marginal.sink": value}, (x_held, x_held, x_held), {"need_weights": False}
+    )
+    torch.testing.assert_close(called[0], expected)
+    copied = copy.deepcopy(module)
+    copied.load_state_dict(module.state_dict() | {"problem.marginal.sink": value})
+    torch.testing.assert_close(output(copied, x_held), expected)
+    assert not sink.any()  # the copy has a parameter of its own
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_module_that_holds_a_transport_can_be_copied(copied):
+    module, sink = held()
+    other = copied(module)
+    torch.testing.assert_close(output(other, x_held), output(module, x_held))
+    output(other, x_held).square().sum().backward()
+    assert other.problem.marginal.sink.grad.abs().sum() > 0 and sink.grad is None
+
+
+def test_conversions_reach_the_tensors_of_a_transport():
+    module, _ = held()
+    problem = module.to(torch.bfloat16).problem()
+    assert problem.marginal.sink.dtype == problem.temperature.dtype == torch.bfloat16
+    slopes = problem.prior.factors()[1].slopes
+    assert torch.equal(slopes, torch.linspace(0.1, 0.5, H))  # a constant is not rounded
+    assert torch.equal(module.to_empty(device="cpu").problem().prior.factors()[1].slopes, slopes)  # nor erased
+    problem = module.to("meta").problem()
+    assert problem.marginal.sink.is_meta and problem.prior.factors()[1].slopes.is_meta
+
+
+def test_a_held_transport_compiles():
+    module, sink = held()
+    # Parts without tensors are not built again: this one cannot be, under torch.compile.
+    chi2 = FDivergence(lambda x: (x - 1).square() / 2, lambda t: t + 1, torch.ones_like, lower=-1.0)
+    other = MultiheadAttention(E, H, batch_first=True, problem=Transport(chi2, marginal=Rows(sink=sink)))
+    for each in (module, other):
+        compiled = torch.compile(each, backend="aot_eager", fullgraph=True)
+        for _ in range(2):
+            torch.testing.assert_close(output(compiled, x_held), output(each, x_held))
+            sink.data += 1.0
+    torch._dynamo.reset()
+
+
+def test_one_parameter_in_two_places_stays_one():
+    shared = nn.Parameter(torch.ones(H, 1, 1))
+    module = MultiheadAttention(E, H, problem=Transport(marginal=Rows(sink=shared), temperature=shared))
+    for each in (module, copy.deepcopy(module).double()):
+        assert each.problem.marginal.sink is each.problem.temperature
+        assert len([n for n, _ in each.named_parameters() if "problem" in n]) == 1
+    assert {"problem.marginal.sink", "problem.temperature"} < set(module.state_dict())
+
+
+def test_tensors_that_cannot_be_registered_raise():
+    parameter = nn.Parameter(torch.zeros(H, 1, 1))
+    with pytest.raises(ValueError, match=r"problem: expected an nn.Parameter.*at temperature, got .* computed"):
+        MultiheadAttention(E, H, problem=Transport(temperature=parameter.exp()))
+    prior = Causal() * ALiBi(torch.ones(H, requires_grad=True))
+    with pytest.raises(ValueError, match=r"at prior.parts.1.slopes, got .* that requires grad"):
+        MultiheadAttention(E, H, problem=Transport(prior=prior))
+
+
+def test_a_problem_can_be_replaced():
+    module, sink = held()
+    plain = Transport(Tsallis(1.5))
+    for problem in (plain, lambda: plain, None, LinearAttention(), Learned(H), plain):
+        module.problem = problem
+        assert module.problem is problem and sink not in set(module.parameters())
+    module.problem = Transport(marginal=Rows(sink=sink))
+    assert dict(module.named_parameters())["problem.marginal.sink"] is sink
+    with pytest.raises(TypeError, match="problem: expected a Transport"):
+        module.problem = "softmax"
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_the_transformer_learns_parameters_of_a_transport(each, tmp_path):
+    def problem(_):
+        return Transport(marginal=Rows(sink=nn.Parameter(torch.zeros(2))))
+
+    model, other = (small(problem=problem if each else problem(0)) for _ in range(2))
+    sinks = [p for n, p in model.named_parameters() if n.endswith("problem.marginal.sink")]
+    assert len(sinks) == (2 if each else 1)  # one Transport for all layers: they share it
+    model.loss(tokens).backward()
+    assert all(sink.grad.abs().sum() > 0 for sink in sinks)
+    for sink in sinks:
+        sink.data += 1.0
+    model.save(tmp_path / "model.safetensors")
+    other.load(tmp_path / "model.safetensors")
+    assert all(p.marginal.sink.min() == 1 for p in other.problems())
+    assert torch.equal(other(tokens[:, :-1]), model(tokens[:, :-1]))
 
 
 # --- the variants -----------------------------------------------------------------------------------------------------

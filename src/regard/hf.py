@@ -32,6 +32,7 @@ except ModuleNotFoundError as error:
     raise ImportError("regard.hf needs transformers: pip install 'regard[hf]'") from error
 
 from .features import Features
+from .nn.declared import learned
 from .nn.retrofit import PARAMETERS, Retrofit
 from .nn.stability import entropy_floor
 from .operator import attention
@@ -69,6 +70,8 @@ def register(name: str = "regard", problem: Transport | Features | None = None) 
     A module of `regard.features` takes causal and bidirectional models with padding, and refuses the rest; with a cache
     each new token goes over all keys again (`step`, which would not, has no place in transformers' caches).
     RowsAndColumns is for models that read both ways (a causal one raises); positions that are padding take no part.
+    A problem (or features) that requires grad raises: a registered name belongs to no model, so no model's parameters()
+    or state_dict() would have what it learns. `retrofit` gives a model parameters of its own.
     """
     if not isinstance(name, str):
         raise TypeError(f"name: expected a str, got {describe(name)}")
@@ -81,6 +84,11 @@ def register(name: str = "regard", problem: Transport | Features | None = None) 
         raise ValueError(f"name: expected one that transformers does not use itself, got {name!r}")
     if problem is not None and not isinstance(problem, Transport | Features):
         raise TypeError(f"problem: expected a Transport, a module of regard.features or None, got {describe(problem)}")
+    if problem is not None and (names := learned(problem)):
+        raise ValueError(
+            f"problem: expected tensors that do not require grad, got {', '.join(names)} to learn, which no model's "
+            f"parameters() would contain; detach() makes a constant, regard.hf.retrofit adds parameters to a model"
+        )
     _problems[name] = problem
     install(name, functools.partial(_attend, problem))
     _guard_models()

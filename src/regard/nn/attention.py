@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,18 +16,7 @@ from ..operator import attention
 from ..parts import describe
 from ..plan import solve
 from ..problem import Documents, RowsAndColumns, Transport
-
-Problem = Transport | Callable[[], Transport] | None  # one that carries parameters is built anew in every forward
-
-
-def built(problem: Problem) -> Transport | None:
-    """The problem to solve now."""
-    return problem if problem is None or isinstance(problem, Transport) else problem()
-
-
-def check_problem(name: str, problem: object) -> None:
-    if problem is not None and not isinstance(problem, Transport) and not callable(problem):
-        raise TypeError(f"{name}: expected a Transport, a callable that builds one, or None, got {describe(problem)}")
+from .declared import HasProblem, Problem, built
 
 
 def _same(query: Tensor, key: Tensor) -> bool:
@@ -58,13 +46,18 @@ class Temperature(nn.Module):
         return self.log_temperature.exp()[:, None, None]  # [H, 1, 1]
 
 
-class MultiheadAttention(nn.MultiheadAttention):
+class MultiheadAttention(HasProblem, nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` (same arguments, same call, same state dict) whose heads solve `problem`.
 
     `problem` is a `Transport`, or a callable without arguments that builds one in every forward (a module with learned
     parts is one; it becomes a submodule); None is softmax. A module of `regard.features` takes the place of a problem:
     causal or not, with padding, without other masks or dropout. The masks are PyTorch's: True in a bool mask *forbids*,
     a float mask is added to the scores.
+
+    An `nn.Parameter` in a `Transport` is a parameter of this module, named by its place: `problem.marginal.sink`. Other
+    tensors in it are buffers. The attribute `problem` is then a module that builds the Transport from their current
+    values. To load a `torch.nn.MultiheadAttention` state dict into a module whose problem has parameters, pass
+    `strict=False`: they are not in it.
 
     What differs: `is_causal=True` needs no `attn_mask` (one that is given is taken to be the causal mask, and not
     read); a query without any admissible key gets 0, not NaN; weights are returned as they were before dropout. With
@@ -74,7 +67,6 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def __init__(self, *args: Any, problem: Problem | Features = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        check_problem("problem", problem)
         if isinstance(problem, Features) and self.dropout:
             raise ValueError(f"dropout: expected 0 for attention by features, which cannot drop, got {self.dropout}")
         self.problem = problem

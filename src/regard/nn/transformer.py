@@ -21,13 +21,13 @@ from ..features import Features
 from ..operator import attention as solve_and_average
 from ..parts import describe
 from ..problem import Transport
-from .attention import Problem, built, check_problem
+from .declared import HasProblem, Problem, built, check_problem
 
 Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]  # query, key, value, is_causal -> output
 Init = float | Literal["pytorch", "unit"]
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(HasProblem):
     """Heads that read the residual stream (causal: its past), with a problem or a function of their own."""
 
     def __init__(
@@ -87,6 +87,8 @@ class Transformer(nn.Module):
     `problem` is a `Transport`, a module of `regard.features`, or a function of the layer's number that gives that
     layer's: one of these, or a callable (a module, if it has parameters) that builds a `Transport` in every forward. Or
     `attention`, a function or module called with (query, key, value, is_causal); every layer has its own copy of one.
+    An `nn.Parameter` in a `Transport` is a parameter of the model. Layers that are given the same Transport share it; a
+    function of the layer's number can give each its own.
     Plans are made causal, unless `causal` is False: then positions read both ways, and `loss` wants targets.
 
     `positions` are learned, or None, for problems whose prior tells near from far. `init` is the standard deviation of
@@ -234,13 +236,13 @@ class Transformer(nn.Module):
         return tokens
 
     def save(self, path: str | Path) -> None:
-        """Write the weights as safetensors."""
-        from safetensors.torch import save_file
+        """Write the weights as safetensors; a parameter that layers share is written once."""
+        from safetensors.torch import save_model
 
-        save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, path)
+        save_model(self, str(path))
 
     def load(self, path: str | Path) -> None:
         """Read weights that a model of the same shape wrote; every name must be there, and no other."""
-        from safetensors.torch import load_file
+        from safetensors.torch import load_model
 
-        self.load_state_dict(load_file(path))
+        load_model(self, path)

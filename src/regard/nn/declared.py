@@ -1,0 +1,119 @@
+"""A `Transport` inside a module: its tensors become the module's parameters and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..parts import Part, describe
+from ..problem import Transport
+
+Problem = Transport | Callable[[], Transport] | None  # a callable builds the problem in every forward
+
+
+class Declared(nn.Module):
+    """The tensors of a `Transport` as parameters and buffers. Calling the module builds the Transport from them.
+
+    Names follow the Transport's fields: `marginal.sink`, `temperature`, `prior.parts.1.slopes`. An `nn.Parameter` is
+    registered itself, not a copy. Every other tensor is a constant: a buffer that is not part of the state dict, that
+    follows the module to another device, and that keeps its dtype and values (`half` and `to_empty` do not change it).
+    """
+
+    def __init__(self, problem: Transport) -> None:
+        super().__init__()
+        found, structure = pytree.tree_flatten_with_path(problem, is_leaf=_without_tensors)
+        self._leaves = [self._registered(tuple(map(_name, path)), leaf) for path, leaf in found]
+        self._pattern = pytree.tree_unflatten(range(len(found)), structure)  # the Transport with numbers for its leaves
+
+    def _registered(self, names: tuple[str, ...], leaf: Any) -> Any:
+        """Registers a tensor under its names, which are returned; everything else is returned itself."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        _check_leaf(".".join(names), leaf)
+        owner: nn.Module = self
+        for name in names[:-1]:
+            if name not in owner._modules:
+                owner.add_module(name, nn.Module())
+            owner = owner.get_submodule(name)
+        if isinstance(leaf, nn.Parameter):
+            owner.register_parameter(names[-1], leaf)
+        else:
+            owner.register_buffer(names[-1], leaf, persistent=False)
+        return names
+
+    def forward(self) -> Transport:
+        return pytree.tree_map(lambda number: self._current(self._leaves[number]), self._pattern)
+
+    def _current(self, leaf: Any) -> Any:
+        if not isinstance(leaf, tuple):
+            return leaf
+        found: Any = self
+        for name in leaf:
+            found = getattr(found, name)
+        return found
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Declared:
+        constants = {(owner, name): t for owner in self.modules() for name, t in owner.named_buffers(recurse=False)}
+        super()._apply(fn, recurse)
+        for (owner, name), constant in constants.items():
+            owner._buffers[name] = constant.to(owner.get_buffer(name).device)
+        return self
+
+    def __repr__(self) -> str:
+        return f"Declared({self()!r})"
+
+
+def _without_tensors(node: Any) -> bool:
+    """A part that never changes: it is kept, not built again."""
+    return isinstance(node, Part) and not pytree.tree_leaves(node)
+
+
+def _name(key: Any) -> str:
+    return key.name if isinstance(key, pytree.GetAttrKey) else str(key.idx)
+
+
+def _check_leaf(name: str, leaf: Tensor) -> None:
+    if leaf.requires_grad and not isinstance(leaf, nn.Parameter):
+        raise ValueError(
+            f"problem: expected an nn.Parameter, or a tensor without requires_grad, at {name}, got "
+            f"{describe(leaf)} {'that requires grad' if leaf.is_leaf else 'computed from others'}, which the module "
+            f"cannot register; a problem computed from parameters is built in every forward: pass a module (or "
+            f"function) that returns the Transport"
+        )
+
+
+def learned(problem: Transport | nn.Module) -> list[str]:
+    """Where a problem or a module of features holds tensors that require grad, by name."""
+    if isinstance(problem, nn.Module):
+        return [name for name, parameter in problem.named_parameters() if parameter.requires_grad]
+    leaves = pytree.tree_leaves_with_path(problem)
+    return [".".join(map(_name, path)) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+class HasProblem(nn.Module):
+    """A module whose attribute `problem` may be a `Transport`. One with tensors is held as a `Declared`."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "problem":
+            check_problem(name, value)
+            value = _held(value)
+            for place in (self.__dict__, self._modules):  # nn.Module replaces a module by a module or None only
+                place.pop(name, None)
+        super().__setattr__(name, value)
+
+
+def _held(problem: Any) -> Any:
+    return Declared(problem) if isinstance(problem, Transport) and pytree.tree_leaves(problem) else problem
+
+
+def built(problem: Problem) -> Transport | None:
+    """The problem to solve now."""
+    return problem if problem is None or isinstance(problem, Transport) else problem()
+
+
+def check_problem(name: str, problem: object) -> None:
+    if problem is not None and not isinstance(problem, Transport) and not callable(problem):
+        raise TypeError(f"{name}: expected a Transport, a callable that builds one, or None, got {describe(problem)}")
