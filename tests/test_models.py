@@ -110,6 +110,45 @@ def test_replacement_does_not_recurse(monkeypatch):
     assert torch.allclose(regard.attention(q, q, q, backend="sdpa"), (q @ q.mT / 2).softmax(-1) @ q, atol=1e-6)
 
 
+class Before(nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+class After(nn.Module):  # of its own: TorchScript compiles a class once
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_torchscript_compiles_before_the_replacement_only(monkeypatch):
+    x = torch.randn(1, 2, 5, 4)
+    expected, scripted = Before()(x), torch.jit.script(Before())
+    monkeypatch.setattr(F, "scaled_dot_product_attention", regard.attention)
+    with pytest.raises(torch.jit.frontend.NotSupportedError, match="keyword-only"):
+        torch.jit.script(After())
+    assert torch.allclose(scripted(x), expected)
+    assert "aten::scaled_dot_product_attention" in str(scripted.graph)  # it keeps PyTorch's own
+
+
+def test_a_replaced_model_exports(monkeypatch):
+    model, x = nn.MultiheadAttention(16, 4, batch_first=True), torch.randn(3, 7, 16)
+    expected = model(x, x, x, need_weights=False)[0]
+    monkeypatch.setattr(F, "scaled_dot_product_attention", regard.attention)
+    exported = torch.export.export(model, (x, x, x), {"need_weights": False})
+    assert any("regard" in str(node.target) for node in exported.graph.nodes)
+    assert torch.allclose(exported.module()(x, x, x, need_weights=False)[0], expected, atol=1e-6)
+
+
+def test_a_replaced_model_compiles(monkeypatch):
+    model, tokens = GPT(layers=1), torch.randint(50, (2, 24))
+    expected = model(tokens)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", regard.attention)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert torch.allclose(compiled(tokens), expected, atol=1e-5)
+    torch._dynamo.reset()
+
+
 def test_training_with_dropout_learns(replaced):
     """A few steps on a repeating sequence, dropout by regard's own mask."""
     torch.manual_seed(0)
