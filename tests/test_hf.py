@@ -537,6 +537,79 @@ def test_models_that_bypass_the_interface_are_refused():
     assert hf.AutoModel.from_config(deberta, attn_implementation="eager")
 
 
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+WITHOUT = {
+    "mamba": lambda: hf.MambaConfig(**SMALL, state_size=4),
+    "mamba2": lambda: hf.Mamba2Config(**SMALL, state_size=4, num_heads=4, head_dim=16, n_groups=1),
+    "falcon_mamba": lambda: hf.FalconMambaConfig(**SMALL, state_size=4),
+    "xlstm": lambda: hf.xLSTMConfig(vocab_size=64, hidden_size=32, num_heads=2, num_blocks=1),
+    "resnet": lambda: hf.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1]),
+    "bamba, all layers Mamba": lambda: bamba([]),
+}
+
+
+def bamba(attentions):
+    sizes = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+    return hf.BambaConfig(**DECODER, **sizes, attn_layer_indices=attentions)
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_a_model_without_attention_is_refused(name):
+    with pytest.raises(ValueError, match=r"attn_implementation: .*Model, which has no attention"):
+        hf.AutoModel.from_config(WITHOUT[name](), attn_implementation="regard")
+    model = hf.AutoModel.from_config(WITHOUT[name]())
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=r"attn_implementation: .*Model, which has no attention"):
+        model.set_attn_implementation("regard")
+    assert model.config._attn_implementation == before
+    with pytest.raises(ValueError, match=r"model: .*Model, which has no attention"):
+        regard.hf.check(model)
+
+
+def jamba():
+    layers = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "experts_implementation": "eager"}
+    return hf.JambaConfig(**DECODER, **layers, mamba_d_state=4, mamba_dt_rank=4, use_mamba_kernels=False)
+
+
+def zamba2():
+    mamba = {"n_mamba_heads": 4, "mamba_headdim": 16, "mamba_d_state": 8, "mamba_ngroups": 1}
+    layers = {"layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1, "adapter_rank": 4}
+    return hf.Zamba2Config(**TEXT | {"hidden_size": 32}, **mamba, **layers)
+
+
+HYBRIDS = {
+    "bamba": lambda: bamba([1]),
+    "jamba": jamba,
+    "zamba2": zamba2,
+    "recurrent_gemma": lambda: hf.RecurrentGemmaConfig(
+        **DECODER | {"num_hidden_layers": 3}, lru_width=32, attention_window_size=8
+    ),
+    "lfm2": lambda: hf.Lfm2Config(**DECODER, layer_types=["conv", "full_attention"]),
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_hybrid_keeps_working(name, calls):
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(HYBRIDS[name](), attn_implementation="regard").eval()
+    given = inputs_of(name)
+    got = logits(model, "regard", given)
+    assert len(calls) == 1
+    torch.testing.assert_close(got, logits(model, "eager", given))
+
+
+def test_a_part_without_attention_is_no_obstacle():
+    resnet = hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], out_features=["stage2"])
+    sizes = {f"{side}_{size}": n for side in ("encoder", "decoder") for size, n in (("layers", 1), ("ffn_dim", 16))}
+    config = hf.DetrConfig(**sizes, d_model=16, encoder_attention_heads=2, decoder_attention_heads=2)
+    config.backbone_config, config.use_timm_backbone = resnet, False
+    model = hf.DetrModel._from_config(config, attn_implementation="regard")
+    assert len(regard.hf.check(model)) == 3
+    model.set_attn_implementation("eager")
+    model.set_attn_implementation("regard")
+    assert model.config._attn_implementation == "regard"
+
+
 def test_check_finds_the_attentions():
     for name, (_, _, count) in MODELS.items():
         assert len(regard.hf.check(build(name))) == count, name

@@ -554,26 +554,36 @@ def configurations_of(model: nn.Module) -> list[Any]:
 def check(model: nn.Module) -> dict[str, nn.Module]:
     """`attentions(model)`; raises where there are none, and warns of modules that compute attention another way."""
     found = attentions(model)
-    passed_over = sorted(
-        {
-            type(module).__name__
-            for module in model.modules()
-            if "Attention" in type(module).__name__ and not any(_dispatches(type(m)) for m in module.modules())
-        }
-    )
     if not found:
-        looks = f" ({', '.join(passed_over)} compute attention on their own)" if passed_over else ""
-        raise ValueError(
-            f"model: expected one whose attention goes through transformers' AttentionInterface, "
-            f"got {type(model).__name__}, which bypasses it{looks}"
-        )
-    if passed_over:
+        raise ValueError(f"model: {_nothing_in(model)}")
+    if passed_over := _passed_over(model):
         warnings.warn(
             f"{type(model).__name__}: {', '.join(passed_over)} do not go through transformers' AttentionInterface: "
             f"regard neither computes nor sees them",
             stacklevel=2,
         )
     return found
+
+
+def _passed_over(model: nn.Module) -> list[str]:
+    """The classes of modules that compute attention without the interface, as far as their names tell."""
+    kinds = {
+        type(module).__name__
+        for module in model.modules()
+        if "Attention" in type(module).__name__ and not any(_dispatches(type(m)) for m in module.modules())
+    }
+    return sorted(kinds)
+
+
+def _nothing_in(model: nn.Module) -> str:
+    """The end of the error for a model in which nothing uses the interface."""
+    passed_over = _passed_over(model)
+    if passed_over:
+        why = f"which bypasses it ({', '.join(passed_over)} compute attention on their own)"
+    else:
+        why = "which has no attention, or one that bypasses it in another way: regard would change nothing"
+    kind = type(model).__name__
+    return f"expected a model whose attention goes through transformers' AttentionInterface, got {kind}, {why}"
 
 
 @functools.cache
@@ -589,19 +599,54 @@ def _dispatches(kind: type) -> bool:
 
 @functools.cache
 def _guard_models() -> None:
-    """From now on, who asks for one of our names in a model that would ignore it is told so at once.
+    """From now on a model that would ignore one of our names raises where the name is asked for.
 
-    Many such models never ask for a mask either, so nothing of ours would be called that could tell.
+    Many such models never ask for a mask either, so no function of ours would be called that could raise later.
     """
-    plain = PreTrainedModel.get_correct_attn_implementation
+    correct, adjust, finish = (
+        getattr(PreTrainedModel, name)
+        for name in ("get_correct_attn_implementation", "_check_and_adjust_attn_implementation", "post_init")
+    )
 
-    @functools.wraps(plain)
+    @functools.wraps(correct)
     def guarded(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
         if requested_attention in _problems and not self.config.sub_configs:  # one made of others may have some that do
             _refuse_bypass(type(self.config))
-        return plain(self, requested_attention, *args, **kwargs)
+        return correct(self, requested_attention, *args, **kwargs)
+
+    @functools.wraps(adjust)
+    def adjusted(
+        self: PreTrainedModel, attn_implementation: str | None, is_init_check: bool = False, *args: Any, **kwargs: Any
+    ) -> str:
+        if not is_init_check and attn_implementation in _problems:  # set_attn_implementation, called on this model
+            _refuse_without_attention(self)
+        return adjust(self, attn_implementation, is_init_check, *args, **kwargs)
+
+    @functools.wraps(finish)
+    def finished(self: PreTrainedModel) -> None:
+        # A part without attention is fine: a ResNet below DETR, a vocoder behind a speech model.
+        if self.config._attn_implementation_internal in _problems and _whole(self) is self:
+            _refuse_without_attention(self)
+        finish(self)
 
     PreTrainedModel.get_correct_attn_implementation = guarded  # type: ignore[method-assign]
+    PreTrainedModel._check_and_adjust_attn_implementation = adjusted  # type: ignore[method-assign]
+    PreTrainedModel.post_init = finished  # type: ignore[method-assign]
+
+
+def _refuse_without_attention(model: nn.Module) -> None:
+    if not attentions(model):
+        raise ValueError(f"attn_implementation: {_nothing_in(model)}")
+
+
+def _whole(part: PreTrainedModel | None = None) -> PreTrainedModel | None:
+    """The outermost model whose code is running: the one that is built, or called, of which `part` is a part."""
+    frame, found = sys._getframe(1), part
+    while frame is not None:
+        if isinstance(owner := frame.f_locals.get("self"), PreTrainedModel):
+            found = owner
+        frame = frame.f_back
+    return found
 
 
 @functools.cache
