@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -608,6 +609,19 @@ def test_a_part_without_attention_is_no_obstacle():
     model.set_attn_implementation("eager")
     model.set_attn_implementation("regard")
     assert model.config._attn_implementation == "regard"
+
+
+def test_a_refusal_names_the_parts_that_can_be_given_another():
+    sizes = {**SMALL, "num_attention_heads": 4, "intermediate_size": 48}
+    parts = hf.BertConfig(**sizes), hf.RoFormerConfig(**sizes, embedding_size=32)
+    joined = hf.EncoderDecoderConfig.from_encoder_decoder_configs(*parts)
+    advice = {"encoder": "regard", "decoder": "eager"}
+    with pytest.raises(ValueError, match=r"roformer .* attn_implementation=" + re.escape(str(advice)) + "$"):
+        hf.EncoderDecoderModel._from_config(joined, attn_implementation="regard")
+    model = hf.EncoderDecoderModel._from_config(joined, attn_implementation=advice)
+    assert model.encoder.config._attn_implementation == "regard"
+    with pytest.raises(ValueError, match=r"roformer models bypass .* expected a model that uses it$"):  # a text model
+        hf.AutoModel.from_config(parts[1], attn_implementation="regard")
 
 
 def test_check_finds_the_attentions():

@@ -650,18 +650,32 @@ def _whole(part: PreTrainedModel | None = None) -> PreTrainedModel | None:
 
 
 @functools.cache
-def _refuse_bypass(config: type) -> None:
-    """Raise for a configuration whose model computes attention by itself: it would ignore us, and say nothing."""
+def _bypasses(config: type) -> bool:
+    """Whether a configuration's model computes attention by itself: it would ignore us, and say nothing."""
     module = sys.modules.get(config.__module__.replace("configuration_", "modeling_"))
     if module is None or hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
-        return
+        return False
     own = [n for n, c in vars(module).items() if isinstance(c, type) and c.__module__ == module.__name__]
-    if any("Attention" in name for name in own):
+    return any("Attention" in name for name in own)
+
+
+def _refuse_bypass(config: type) -> None:
+    if _bypasses(config):
         raise ValueError(
-            f"attn_implementation: {module.__name__.rpartition('.')[2].removeprefix('modeling_')} models bypass "
-            f"transformers' AttentionInterface and would ignore regard; expected a model that uses it (a part that "
-            f"does not can be given another: attn_implementation={{'vision_config': 'eager', 'text_config': ...}})"
+            f"attn_implementation: {config.__module__.rpartition('configuration_')[2]} models bypass transformers' "
+            f"AttentionInterface and would ignore regard; expected a model that uses it{_by_parts()}"
         )
+
+
+def _by_parts() -> str:
+    """For a model made of several: how to leave those out that bypass the interface."""
+    whole = _whole()
+    config = None if whole is None else whole.config
+    parts = {} if config is None else {n: p for n in config.sub_configs if (p := getattr(config, n, None)) is not None}
+    given = {name: "eager" if _bypasses(type(part)) else "regard" for name, part in parts.items()}
+    if len(set(given.values())) < 2:
+        return ""
+    return f"; each part of {type(whole).__name__} can be given its own: attn_implementation={given}"
 
 
 # --- learning anew ----------------------------------------------------------------------------------------------------
