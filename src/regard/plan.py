@@ -29,15 +29,19 @@ from .statistics import STATISTICS, Solution, primal
 class Certificate:
     """Evidence, in float64, that a plan is (or is not) the optimum. One number per row, [..., Tq].
 
-    primal          what the plan achieves: <p, s> - tau D(p || pi)
-    dual            an upper bound on what any plan can achieve
-    gap             dual - primal: how much better a plan could be
-    row_residual    how far the row is from its marginal (and from p >= 0)
-    stationarity    largest distance of a weight from pi g((s - lambda)/tau)
+    primal          what the plan achieves: <p, s> - tau D(p || pi), with D computed from f
+    dual            an upper bound on what any plan can achieve: the dual function at the solver's price lambda
+    gap             dual - primal: how much better a plan could be, at most
+    row_residual    how far the row is from its marginal (and from p >= 0, unless the regulariser is signed)
+    stationarity    largest distance of a weight from the solver's own plan, pi g((s - lambda)/tau)
     column_residual how far each column is from its marginal, [..., Tk]: RowsAndColumns only
 
-    A plan is optimal where all residuals vanish; primal <= dual holds for plans that meet their marginals. The rows of
-    a plan with both marginals are one problem: there primal, dual and gap are one number per plan, [...].
+    What is proven: primal <= dual for every plan that meets its marginals, so no plan is better by more than the gap.
+    The proof needs f (convex) and any price; it trusts neither the solver nor, for an `FDivergence`, its link and
+    slope: f* is bounded from above with tangents of f. Where f* has no finite bound at this price the dual is inf and
+    the certificate does not hold. All of it is float64 arithmetic, so a gap is known to rounding.
+
+    The rows of a plan with both marginals are one problem: there primal, dual and gap are one number per plan, [...].
     """
 
     primal: Tensor
@@ -163,15 +167,18 @@ def _judge(best: Solution, p: Tensor) -> dict[str, Tensor]:
     """Primal of p, dual at best's lambda, and the residuals, each [B, H, Tq]."""
     form, price = best.form, best.dual.squeeze(-1)
     mass = p.sum(-1)
-    null = (1 - mass).clamp(min=0)[..., None] if form.marginal == "sink" else None
-    achieved = primal(best, p.clamp(min=0), null)
+    signed = best.regularizer.signed
+    null = (1 - mass if signed else (1 - mass).clamp(min=0))[..., None] if form.marginal == "sink" else None
+    achieved = primal(best, p if signed else p.clamp(min=0), null)
     # A row that no price moves (no admissible key, or all keys full) has one plan only, and that is its bound.
     fixed = price == -math.inf
+    if best.regularizer.ceiling == math.inf:  # only the keys decide: a price of -inf may also be a search gone wrong
+        fixed = fixed & (best.where_admissible(torch.ones_like(p), 0.0).sum(-1) == 0)
     bound = torch.where(fixed, primal(best, best.weights, best.null), _dual_value(best))
-    row_residual = (-p).clamp(min=0).sum(-1)
+    row_residual = torch.zeros_like(mass) if signed else (-p).clamp(min=0).sum(-1)
     if form.marginal == "rows":
         row_residual = row_residual + (mass - torch.where(fixed, best.weights.sum(-1), form.mass)).abs()
-    elif form.marginal == "sink":
+    elif form.marginal == "sink" and not signed:
         row_residual = row_residual + (mass - 1).clamp(min=0)
     return {
         "primal": achieved,
@@ -252,9 +259,12 @@ def _by_key(scores: Tensor) -> tuple[int, ...]:
 
 
 def _dual_value(best: Solution) -> Tensor:
-    """lambda m + tau sum_j pi_j f*((s_j - lambda)/tau), an upper bound at any lambda (relaxed: see theory)."""
+    """lambda m + tau sum_j pi_j f*((s_j - lambda)/tau), an upper bound at any lambda (relaxed: see theory).
+
+    The built-in regularisers have exact conjugates. Of an FDivergence the conjugate is bounded from above by f alone.
+    """
     form, regularizer = best.form, best.regularizer
-    price = torch.where(best.dual == -math.inf, 0.0, best.dual)  # those rows are judged without it
+    price = torch.where(best.dual == -math.inf, 0.0, best.dual)  # any price bounds; rows without keys need none
     level = best.null_score
 
     def conjugate(scores: Tensor) -> Tensor:
@@ -272,7 +282,8 @@ def _dual_value(best: Solution) -> Tensor:
         total = total + conjugate(level)
     if form.family == "kl" and form.marginal in ("rows", "sink"):  # the constant that their primal drops, too
         total = total + prior.sum(-1, keepdim=True) + (form.marginal == "sink") - form.mass
-    total = total * torch.as_tensor(form.temperature, dtype=total.dtype)
+    tau = torch.as_tensor(form.temperature, dtype=total.dtype)
+    total = torch.where(tau == 0, 0.0, total * tau)  # hard routing: the divergence costs nothing, even if infinite
     if form.marginal == "relax":
         total = total + level * torch.expm1(price / level)
     elif form.marginal != "free":

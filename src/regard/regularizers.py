@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .checks import concrete
+from .convex import conjugate_bound, derivative_of, examine
 from .parts import Part, Scalar, above_one, check_scalar, describe
 
 
@@ -22,10 +24,12 @@ class Regularizer(Part, abstract=True):
 
     A subclass gives three formulas: `f`, `link` (g, zero below its range) and `slope` (g'). `origin` moves the
     coordinate in which link and slope are written, for accuracy. `ceiling` is the supremum of link where it has one.
+    `signed` says that plans may be negative: the problem has no constraint p >= 0.
     """
 
     family: ClassVar[str]
     ceiling: ClassVar[float] = math.inf
+    signed = False  # without an annotation: a field of FDivergence, of no other
 
     @property
     def origin(self) -> Scalar:
@@ -64,7 +68,7 @@ class Regularizer(Part, abstract=True):
         return self.weights(t, log_prior), slopes
 
     def conjugate(self, t: Tensor) -> Tensor:
-        """f*, from f*(eta) = eta g(eta) - f(g(eta))."""
+        """f*, from f*(eta) = eta g(eta) - f(g(eta)): exact where link is the inverse of f', too small elsewhere."""
         ratio = self.link(t)
         return (t + self.origin) * ratio - self.f(ratio)
 
@@ -200,34 +204,56 @@ _numbers = itertools.count()
 class FDivergence(Regularizer):
     """Your own regulariser: convex `f`, `link` = the inverse of f', `slope` = link's derivative.
 
-    `link` counts as 0 at and below `lower`, the infimum of f'. link and slope decide the plan and its gradient;
-    f enters values and certificates. All three map a tensor to a tensor of the same shape, element by element.
+    `link` counts as 0 at and below `lower`, the infimum of f'. Without `slope`, autograd differentiates link. All
+    three map a tensor to a tensor of the same shape and dtype, element by element.
+
+    link and slope decide the plan and its gradient; values and certificates are computed from f alone. Construction
+    therefore compares the functions on a grid, in float64: f' (by autograd) increases and inverts link, slope is
+    link's derivative, lower is the infimum of f'. If not, ValueError names the argument and the point. Where values
+    cannot be read (under vmap and other transforms, on meta tensors) nothing is compared.
+
+    Construction also finds out two things. `upper`: where f' is bounded above, link counts as inf at and above that
+    bound. `signed`: if lower is -inf, f'(0) is finite and link inverts f' at negative ratios, too, then p >= 0 is
+    dropped and plans may be negative. Tensors that the functions hold are constants: they get no gradient.
     """
 
     user_f: Callable[[Tensor], Tensor]
     user_link: Callable[[Tensor], Tensor]
-    user_slope: Callable[[Tensor], Tensor]
+    user_slope: Callable[[Tensor], Tensor] | None = None
     lower: float = -math.inf
+    upper: float = math.inf
+    signed: bool = False
 
     def __init__(
         self,
         f: Callable[[Tensor], Tensor],
         link: Callable[[Tensor], Tensor],
-        slope: Callable[[Tensor], Tensor],
+        slope: Callable[[Tensor], Tensor] | None = None,
         lower: float = -math.inf,
     ) -> None:
         for name, value in (("f", f), ("link", link), ("slope", slope)):
-            if not callable(value):
+            if not callable(value) and not (name == "slope" and value is None):
                 raise TypeError(f"FDivergence({name}): expected a callable, got {describe(value)}")
         if isinstance(lower, bool) or not isinstance(lower, int | float) or math.isnan(lower) or lower == math.inf:
             raise ValueError(f"FDivergence(lower): expected a number below inf, got {describe(lower)}")
-        for name, value in (("user_f", f), ("user_link", link), ("user_slope", slope), ("lower", float(lower))):
+        fields = {"user_f": f, "user_link": link, "user_slope": slope, "lower": float(lower)}
+        for name, value in fields.items():
             object.__setattr__(self, name, value)
         self._declare()
+        if concrete(torch.empty(0, device="cpu")):
+            found = examine(f, link, self.derivative, self.lower)
+            object.__setattr__(self, "upper", found.upper)
+            object.__setattr__(self, "signed", found.signed)
 
-    def __reduce__(self) -> tuple:
-        # A copy is declared anew: a name means something in one process, for one object.
-        return FDivergence, (self.user_f, self.user_link, self.user_slope, self.lower)
+    # A copy gets a family name of its own, since a name belongs to one object of one process. It is not checked again.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(zip(self._names, self._values(), strict=True))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
+        self._declare()
 
     def _declare(self) -> None:
         if torch.compiler.is_compiling():
@@ -241,21 +267,38 @@ class FDivergence(Regularizer):
         return self.user_f(ratio)
 
     def link(self, t: Tensor) -> Tensor:
-        inside = t > self.lower
-        return torch.where(inside, _Linked.apply(self, torch.where(inside, t, self._inside)), 0.0)
+        linked = self._within(lambda t: _Linked.apply(self, t), t)
+        return linked if self.upper == math.inf else torch.where(t >= self.upper, math.inf, linked)
 
     def slope(self, t: Tensor) -> Tensor:
-        inside = t > self.lower
-        return torch.where(inside, self.user_slope(torch.where(inside, t, self._inside)), 0.0)
+        return self._within(self.derivative, t)
+
+    def derivative(self, t: Tensor) -> Tensor:
+        """link's derivative where link is defined: slope, or by autograd."""
+        return derivative_of(self.user_link, t) if self.user_slope is None else self.user_slope(t)
+
+    def conjugate(self, t: Tensor) -> Tensor:
+        """An upper bound of f*, from f alone: valid even if link were wrong."""
+        return conjugate_bound(self.user_f, t, self.link(t), self.signed)
+
+    def _within(self, function: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
+        """function(t) where lower < t < upper, 0 elsewhere. NaN stays NaN."""
+        outside = t <= self.lower
+        if self.upper < math.inf:
+            outside = outside | (t >= self.upper)
+        return torch.where(outside, 0.0, function(torch.where(outside, self._inside, t)))
 
     @property
     def _inside(self) -> float:
         """Some point of link's range, to evaluate at where the result is thrown away."""
-        return max(0.0, self.lower + 1)
+        point = max(0.0, self.lower + 1)
+        if point < self.upper:
+            return point
+        return self.upper - 1 if self.lower < self.upper - 1 else (self.lower + self.upper) / 2
 
 
 class _Linked(torch.autograd.Function):
-    """A user's link, differentiated by the user's slope (to any order, as far as slope is differentiable)."""
+    """A user's link, differentiated by its `derivative` (to any order, as far as that is differentiable)."""
 
     generate_vmap_rule = True
 
@@ -272,11 +315,11 @@ class _Linked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:  # type: ignore[override]
-        return None, grad * ctx.divergence.user_slope(ctx.saved_tensors[0])
+        return None, grad * ctx.divergence.derivative(ctx.saved_tensors[0])
 
     @staticmethod
     def jvp(ctx: Any, _: None, tangent: Tensor) -> Tensor:  # type: ignore[override]
-        return tangent * ctx.divergence.user_slope(ctx.saved_tensors[0])
+        return tangent * ctx.divergence.derivative(ctx.saved_tensors[0])
 
 
 def regularizer_of(family: str, alpha: Scalar) -> Regularizer:
