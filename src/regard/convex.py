@@ -92,7 +92,7 @@ def conjugate_bound(f: Function, eta: Tensor, start: Tensor, signed: bool = Fals
 
     def excess(low: _Point, high: _Point) -> Tensor:
         """How far the tangents' intersection lies above the better end, at most: d / (1/h'(low) - 1/h'(high))."""
-        rise, fall = low.slope.clamp(min=0), (-high.slope).clamp(min=0)
+        rise, fall = low.slope.clamp(min=0).abs(), high.slope.clamp(max=0).abs()  # abs: not -0
         return (high.x - low.x) / (1 / rise + 1 / fall)
 
     reach = 1e-8
@@ -104,7 +104,7 @@ def conjugate_bound(f: Function, eta: Tensor, start: Tensor, signed: bool = Fals
         low, high = below.where(too_high, high.where(too_low, low)), low.where(too_high, above.where(too_low, high))
     eps = torch.finfo(eta.dtype).eps
     for _ in range(100):
-        best = torch.maximum(low.h, high.h)
+        best = torch.maximum(low.h, high.h).nan_to_num(neginf=0.0)
         loose = (excess(low, high) > eps * (1 + best.abs())) & (high.x - low.x).isfinite()
         if not bool(loose.any()):
             break
@@ -125,8 +125,10 @@ def _inner_point(f: Function, like: Tensor) -> float:
 
 # --- do f, link and slope agree? --------------------------------------------------------------------------------------
 
-CLOSE = 1e-6  # a link may miss the inverse of f' by this share of the ratio
-NOISE = 1e-9  # and by as much as f' changes when t moves by this share: what rounding leaves of f' where terms cancel
+# A link may miss the inverse of f' by CLOSE of the ratio, and by what a change of t by NOISE explains: rounding, where
+# terms of f' cancel. Outside of the ratios from 1e-4 to 1e4 formulas such as log(exp(x) - 1) lose more: there both are
+# ROUGH. Beyond 1e-12 and 1e6 only the limits of f' and link are looked at.
+CLOSE, NOISE, ROUGH = 1e-6, 1e-9, 1e-3
 
 
 class Examined(NamedTuple):
@@ -230,6 +232,11 @@ def _ratios(f: Function, lower: float) -> tuple[Tensor, Tensor]:
     if not len(domain) or x[domain[0]] > 1e-4:
         raise _wrong("f", "finite values and derivatives on an interval that begins at 0", f"none at x = {_show(1e-4)}")
     first, last = int(domain[0]), int(domain[-1])
+    rises = finite[1:] & finite[:-1] & (t[1:] >= t[:-1] - NOISE * torch.maximum(t[1:].abs(), t[:-1].abs()))
+    while x[first] < 0.99e-12 and not bool(rises[first : len(tiny)].all()):
+        first += 1
+    while x[last] > 1.01e6 and not bool(rises[-len(huge) - 1 : last].all()):
+        last -= 1
     if not bool(finite[first : last + 1].all()):
         hole = first + int((~finite[first : last + 1]).nonzero()[0])
         at = f"at x = {_show(x[hole])}"
@@ -247,7 +254,7 @@ def _ratios(f: Function, lower: float) -> tuple[Tensor, Tensor]:
             raise _wrong("f", "a strictly convex function, f' increasing", got)
     rise, dx = value[1:] - value[:-1], x[1:] - x[:-1]
     slack = NOISE * (value[1:].abs() + value[:-1].abs() + size * dx)
-    untrue = ((rise < t[:-1] * dx - slack) | (rise > t[1:] * dx + slack)) & (x[:-1] >= 1e-6) & (x[1:] <= 1e3)
+    untrue = ((rise < t[:-1] * dx - slack) | (rise > t[1:] * dx + slack)) & (x[:-1] >= 1e-4) & (x[1:] <= 1e3)
     if bool(untrue.any()):
         i = _typical(untrue)
         between = f"between x = {_show(x[i])} and {_show(x[i + 1])}"
@@ -266,7 +273,7 @@ def _typical(bad: Tensor, distance: Tensor | None = None) -> int:
 
 def _inverts(f: Function, link: Function, lower: float, ratios: Tensor, derivatives: Tensor) -> tuple[Tensor, Tensor]:
     """f'(link(t)) = t and link increases: at f' of every ratio of the grid, between these, and close to lower."""
-    t = derivatives[ratios <= 1e6]
+    t = derivatives[(ratios >= 0.99e-12) & (ratios <= 1.01e6)]
     inner = derivatives[(ratios >= 1e-4) & (ratios <= 1e2)]
     at_one = derivatives[ratios <= 1][-1]
     t = torch.cat([t, *(inner[:-1] + share * inner.diff() for share in (1 / 3, 2 / 3))])
@@ -313,11 +320,13 @@ def _mismatch(f: Function, t: Tensor, y: Tensor) -> ValueError:
 def _misses(f: Function, t: Tensor, y: Tensor) -> Tensor:
     """Where the true inverse of f' at t is not within rounding of y: f' a little below y must not exceed t, f' a
     little above must reach it. So a steep or a flat f' is forgiven exactly what its conditioning explains."""
-    more = torch.where(y < 0, y + CLOSE * y.abs(), (y + CLOSE * y).clamp(min=1 / LARGEST))  # y = 0 may be an underflow
-    value, derivative = _derivative(f, torch.cat([y - CLOSE * y.abs(), more]))
+    usual = (y.abs() >= 1e-4) & (y.abs() <= 1e4)
+    step = torch.where(usual, CLOSE, ROUGH) * y.abs()
+    more = torch.where(y < 0, y + step, (y + step).clamp(min=1 / LARGEST))  # y = 0 may be an underflow
+    value, derivative = _derivative(f, torch.cat([y - step, more]))
     derivative = torch.where(value.isfinite() & ~derivative.isnan(), derivative, math.nan)
     below, above = derivative.chunk(2)
-    slack = NOISE * t.abs()
+    slack = torch.where(usual, NOISE, CLOSE) * t.abs()
     above = torch.where(above.isnan() & ~below.isnan(), math.inf, above)  # beyond the largest ratio
     below = torch.where(below.isnan() & (y.abs() < 1e-100), -math.inf, below)  # f' overflows, or y is 0
     return ~((below <= t + slack) & (t - slack <= above))
@@ -346,7 +355,7 @@ def _below(f: Function, link: Function, lower: float, ratios: Tensor, derivative
         if bool(wrong.any()):
             raise _mismatch(f, t[_typical(wrong)], y[_typical(wrong)])
         return t
-    good = (y > 0 if settled else y >= 0) & (y <= ratios[0] * (1 + CLOSE))
+    good = (y > 0 if settled else y >= 0) & (y <= 10 * ratios[0])
     if not bool(good.all()):
         i = _typical(~good)
         shown = _show(bottom if abs(bottom) > 1e-100 else 0.0)
@@ -362,13 +371,13 @@ def _above(f: Function, link: Function, ratios: Tensor, derivatives: Tensor) -> 
     far = ratios >= 0.99e6
     x, t = ratios[far], derivatives[far]
     y = _call("link", link, t)
-    agrees = ((y - x).abs() <= 1e-3 * x).long().cumprod(0)
+    agrees = ((y - x).abs() <= ROUGH * x).long().cumprod(0)
     i = max(int(agrees.sum()) - 1, 0)
     top = float(t[i])
     beyond = torch.cat([t[i + 1 :], top + max(1.0, abs(top)) * _tensor(1e-3, 0.1, 1, 10, 1000)])
     beyond = beyond[beyond.isfinite() & (beyond > top)]
     found = _call("link", link, beyond)
-    rising = (found >= x[i] * (1 - 1e-3)) & (torch.cat([found[:1], found[:-1]]) <= found)
+    rising = (found >= x[i] * (1 - ROUGH)) & (torch.cat([found[:1], found[:-1]]) <= found)
     if int(agrees.sum()) == len(x) and bool(rising.all()):
         return math.inf
     supremum = float(t[-1])

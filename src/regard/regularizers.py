@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -240,10 +241,8 @@ class FDivergence(Regularizer):
         for name, value in fields.items():
             object.__setattr__(self, name, value)
         self._declare()
-        if concrete(torch.empty(0, device="cpu")):
-            found = examine(f, link, self.derivative, self.lower)
-            object.__setattr__(self, "upper", found.upper)
-            object.__setattr__(self, "signed", found.signed)
+        # Where Dynamo breaks its graph, it must not trace the check either. (disable would import Dynamo.)
+        (torch.compiler.disable(_examined) if "torch._dynamo" in sys.modules else _examined)(self)
 
     # A copy gets a family name of its own, since a name belongs to one object of one process. It is not checked again.
 
@@ -295,6 +294,13 @@ class FDivergence(Regularizer):
         if point < self.upper:
             return point
         return self.upper - 1 if self.lower < self.upper - 1 else (self.lower + self.upper) / 2
+
+
+def _examined(divergence: FDivergence) -> None:
+    if concrete(torch.empty(0, device="cpu")):
+        found = examine(divergence.user_f, divergence.user_link, divergence.derivative, divergence.lower)
+        object.__setattr__(divergence, "upper", found.upper)
+        object.__setattr__(divergence, "signed", found.signed)
 
 
 class _Linked(torch.autograd.Function):
