@@ -35,8 +35,7 @@ def value_and_derivative(f: Function, x: Tensor) -> tuple[Tensor, Tensor]:
 def derivative_of(link: Function, t: Tensor) -> Tensor:
     """link'(t), differentiable in t as often as link is."""
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        _, pull = torch.func.vjp(link, t)
-        return pull(torch.ones_like(t))[0]
+        return torch.func.vjp(link, t)[1](torch.ones_like(t))[0]
     # The same by plain autograd: the first use of torch.func imports the compiler, which takes seconds.
     again = torch.is_grad_enabled() and t.requires_grad
     with torch.inference_mode(False), torch.enable_grad():
@@ -147,7 +146,7 @@ def examine(f: Function, link: Function, slope: Function, lower: float) -> Exami
             if device.type == "meta" and type(torch.empty(1, device=device)) is Tensor:
                 return Examined(math.inf, False)  # without values there is nothing to compare
             try:
-                return _examine(*(_moved(function, device) for function in (f, link, slope)), lower)
+                return _examine(_moved(f, device), _moved(link, device), _moved(slope, device), lower)
             except ValueError as other:
                 if not isinstance(other.__cause__, RuntimeError):
                     raise

@@ -242,7 +242,8 @@ class FDivergence(Regularizer):
             object.__setattr__(self, name, value)
         self._declare()
         # Where Dynamo breaks its graph, it must not trace the check either. (disable would import Dynamo.)
-        (torch.compiler.disable(_examined) if "torch._dynamo" in sys.modules else _examined)(self)
+        examined: Callable = torch.compiler.disable(_examined) if "torch._dynamo" in sys.modules else _examined
+        examined(self)
 
     # A copy gets a family name of its own, since a name belongs to one object of one process. It is not checked again.
 
