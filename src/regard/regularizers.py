@@ -206,7 +206,8 @@ class FDivergence(Regularizer):
     """Your own regulariser: convex `f`, `link` = the inverse of f', `slope` = link's derivative.
 
     `link` counts as 0 at and below `lower`, the infimum of f'. Without `slope`, autograd differentiates link. All
-    three map a tensor to a tensor of the same shape and dtype, element by element.
+    three map a tensor to a tensor of the same shape and dtype, element by element. f(0) is read, too, where a weight is
+    0: write x log x as torch.xlogy(x, x), which is 0 there, not NaN.
 
     link and slope decide the plan and its gradient; values and certificates are computed from f alone. Construction
     therefore compares the functions on a grid, in float64: f' (by autograd) increases and inverts link, slope is
@@ -242,7 +243,7 @@ class FDivergence(Regularizer):
             object.__setattr__(self, name, value)
         self._declare()
         # Where Dynamo breaks its graph, it must not trace the check either. (disable would import Dynamo.)
-        examined: Callable = torch.compiler.disable(_examined) if "torch._dynamo" in sys.modules else _examined
+        examined: Any = torch.compiler.disable(_examined) if "torch._dynamo" in sys.modules else _examined
         examined(self)
 
     # A copy gets a family name of its own, since a name belongs to one object of one process. It is not checked again.
