@@ -76,6 +76,8 @@ def problem(seed: int) -> Problem:
     marginals = ("equal", "unequal")[seed // 6 % 2]
     documents = 1 if seed // 12 % 2 == 0 else int(torch.randint(2, 4, (), generator=g))
     Tq, Tk = (int(torch.randint(4, 25, (), generator=g)) for _ in range(2))
+    if documents > 1 and Tq == Tk:
+        Tk += 1  # documents of unequal lengths may look causal, which RowsAndColumns refuses where Tq = Tk
     if geometry == "dot":
         query, key, scale = normal(Tq, 4), normal(Tk, 4), 0.5
     else:  # -|x - y|^2 is 2 <x, y> and terms of x or y alone, which the prices absorb

@@ -68,6 +68,7 @@ RIGHT = {
     "kl, slope left out": (lambda x: xlogx(x) - x + 1, torch.exp),
     "reverse kl": (lambda x: -x.log(), lambda t: -1 / t, lambda t: 1 / t**2),
     "reverse kl, from 1": (lambda x: x - 1 - x.log(), lambda t: 1 / (1 - t)),
+    "relu by itself": (lambda x: x * x / 2, torch.relu),
     "pearson": (lambda x: (x - 1) ** 2 / 2, lambda t: t + 1, torch.ones_like, -1.0),
     "neyman": (lambda x: (x - 1) ** 2 / x, lambda t: (1 - t) ** -0.5),
     "hellinger": (lambda x: (x.sqrt() - 1) ** 2, lambda t: (1 - t) ** -2),
@@ -185,7 +186,8 @@ WRONG = {
     "slope of one number": ("slope", "Tensor(float64", lambda x: x * x / 2, lambda t: t, lambda t: torch.ones(1), 0.0),
     "lower too high": ("lower", "at most -1, got 0", lambda x: (x - 1) ** 2 / 2, lambda t: t + 1, None, 0.0),
     "lower too low": ("lower", "-1, got -2", lambda x: (x - 1) ** 2 / 2, lambda t: t + 1, None, -2.0),
-    "lower missing": ("lower", "0, got -inf", lambda x: x * x / 2, torch.relu),
+    "lower missing": ("lower", "0, got -inf", lambda x: x * x / 2, lambda t: t.clamp(min=-1)),
+    "a slope where link is 0": ("slope", "0 where link is 0", lambda x: x * x / 2, torch.relu, torch.ones_like),
     "lower not needed": ("lower", "the infimum of f'", lambda x: xlogx(x) - x, torch.exp, None, -5.0),
     "float64 only": ("f", "Tensor(float32", lambda x: x * x / 2 * torch.ones(1, dtype=D), torch.relu, None, 0.0),
 }  # fmt: skip

@@ -176,7 +176,7 @@ def _captured_devices(*functions: object) -> list[torch.device]:
 def _examine(f: Function, link: Function, slope: Function, lower: float) -> Examined:
     ratios, derivatives = _ratios(f, lower)
     t, y = _inverts(f, link, lower, ratios, derivatives)
-    negative = _below(f, link, lower, ratios, derivatives)
+    negative = _below(f, link, slope, lower, ratios, derivatives)
     upper = _above(f, link, ratios, derivatives)
     for points in (t[(y >= 1e-4) & (y <= 1e2)], negative):
         if points is not None:
@@ -331,9 +331,11 @@ def _misses(f: Function, t: Tensor, y: Tensor) -> Tensor:
     return ~((below <= t + slack) & (t - slack <= above))
 
 
-def _below(f: Function, link: Function, lower: float, ratios: Tensor, derivatives: Tensor) -> Tensor | None:
-    """Below f' of the smallest ratio, link is next to 0; or it is negative, and inverts f' there, too: then f' of
-    negative ratios, from below."""
+def _below(
+    f: Function, link: Function, slope: Function, lower: float, ratios: Tensor, derivatives: Tensor
+) -> Tensor | None:
+    """Below f' of the smallest ratio, link is 0 or next to 0 (and so is slope); or link is negative, and inverts f'
+    there, too: then the result is f' of negative ratios, from below."""
     bottom = float(derivatives[0])
     settled = abs(bottom - float(derivatives[ratios <= ratios[0].sqrt()][-1])) <= CLOSE * (1 + abs(bottom))
     size = max(1.0, abs(bottom))
@@ -354,12 +356,17 @@ def _below(f: Function, link: Function, lower: float, ratios: Tensor, derivative
         if bool(wrong.any()):
             raise _mismatch(f, t[_typical(wrong)], y[_typical(wrong)])
         return t
-    good = (y > 0 if settled else y >= 0) & (y <= 10 * ratios[0])
+    good = (y >= 0) & (y <= 10 * ratios[0])
     if not bool(good.all()):
         i = _typical(~good)
         shown = _show(bottom if abs(bottom) > 1e-100 else 0.0)
         expected = f"the infimum of f', {'' if settled else 'at most '}{shown}"
         raise _wrong("lower", expected, f"{_show(lower)}, where link gives {_show(y[i])} at t = {_show(t[i])}")
+    zero = t[(y == 0) & settled]  # a link such as relu, which is 0 below the range of f' without being told by `lower`
+    found = _call("slope", slope, zero)
+    if bool((found != 0).any()):
+        i = _typical(found != 0)
+        raise _wrong("slope", "0 where link is 0", f"{_show(found[i])} at t = {_show(zero[i])}")
     return None
 
 
