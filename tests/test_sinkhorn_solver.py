@@ -45,7 +45,7 @@ def test_random_problems_converge_or_have_no_plan(temperature, backend):
 # Problems that stopped at a wrong plan while rungs of the ladder were left early, or while Newton's steps had a fixed
 # length: mass has to move between groups of queries and keys that exchange nothing at the start.
 @by_backend
-@pytest.mark.parametrize(("seed", "temperature"), [(6, 1e-2), (43, 3e-3), (94, 3e-3), (18, 1e-3), (284, 1e-3)])
+@pytest.mark.parametrize(("seed", "temperature"), [(6, 1e-2), (11, 3e-3), (46, 3e-3), (20, 1e-3), (35, 1e-3)])
 def test_hard_problems(seed, temperature, backend):
     verdict = convergence.judge(convergence.problem(seed), temperature, backend)
     assert not verdict.failure and not verdict.proof, verdict

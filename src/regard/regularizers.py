@@ -15,8 +15,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .agreement import examine
 from .checks import concrete
-from .convex import conjugate_bound, derivative_of, examine
+from .convex import conjugate_bound, derivative_of
 from .parts import Part, Scalar, above_one, check_scalar, describe
 
 
