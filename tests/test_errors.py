@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import regard
 from regard import (
@@ -17,6 +18,7 @@ from regard import (
     FermiDirac,
     Free,
     Rows,
+    RowsAndColumns,
     Transport,
     Tsallis,
     Window,
@@ -27,6 +29,10 @@ q = torch.randn(2, 4, 5, 8)
 k = torch.randn(2, 4, 5, 8)
 long = torch.randn(2, 4, 9, 8)
 nan = math.nan
+
+
+class Subclass(torch.Tensor):
+    """Some library's own kind of tensor."""
 
 
 def attend(*tensors, **arguments):
@@ -65,6 +71,56 @@ ERRORS = {
         attend(attn_mask=torch.zeros(5, 4)),
         ValueError,
         r"attn_mask: expected a shape.*\[2, 4, 5, 5\], got \[5, 4\]",
+    ),
+    "mask subclass": (
+        attend(attn_mask=torch.zeros(5, 5).as_subclass(Subclass)),
+        TypeError,
+        "attn_mask: expected a plain tensor, got a Subclass",
+    ),
+    "bool mask subclass": (
+        attend(attn_mask=torch.ones(5, 5).bool().as_subclass(Subclass)),
+        TypeError,
+        "attn_mask: expected a plain tensor, got a Subclass",
+    ),
+    "bias subclass": (
+        problem(prior=Bias(causal_upper_left(5, 5))),
+        TypeError,
+        r"Bias\(log_prior\): expected a plain tensor, got a CausalBias",
+    ),
+    "temperature subclass": (
+        problem(temperature=torch.ones(4, 1, 1).as_subclass(Subclass)),
+        TypeError,
+        "temperature: expected a plain tensor, got a Subclass",
+    ),
+    "documents subclass": (
+        problem(prior=Documents(torch.zeros(5).long().as_subclass(Subclass))),
+        TypeError,
+        r"Documents\(query_ids\): expected a plain tensor, got a Subclass",
+    ),
+    "CausalBias of other lengths": (
+        attend(attn_mask=causal_lower_right(5, 9)),
+        ValueError,
+        r"attn_mask: expected causal_lower_right\(Tq=5, Tk=5\), got causal_lower_right\(5, 9\)",
+    ),
+    "CausalBias after an operation": (
+        attend(attn_mask=causal_upper_left(5, 5).to(torch.bool)),
+        TypeError,
+        "attn_mask: expected a CausalBias as causal_upper_left",
+    ),
+    "CausalBias and is_causal": (
+        attend(attn_mask=causal_lower_right(5, 5), is_causal=True),
+        ValueError,
+        "alignment: expected one for the whole prior",
+    ),
+    "CausalBias and a prior": (
+        attend(attn_mask=causal_upper_left(5, 5), problem=Transport(prior=Window(2, alignment="bottom_right"))),
+        ValueError,
+        "alignment: expected one for the whole prior",
+    ),
+    "CausalBias and columns": (
+        attend(attn_mask=causal_upper_left(5, 5), problem=Transport(marginal=RowsAndColumns())),
+        ValueError,
+        "RowsAndColumns refuses a causal prior",
     ),
     "mask rank": (attend(attn_mask=torch.zeros(1, 2, 4, 5, 5)), ValueError, "attn_mask: expected a shape"),
     "mask device": (
@@ -257,6 +313,21 @@ def test_an_explicit_backend_never_falls_back(arguments):
     assert choice.backend != "sdpa" and (choice.backend == "native" or choice.reasons["sdpa"])
     with pytest.raises(NotImplementedError):
         regard.select_backend(q, k, k, **arguments, backend="sdpa")
+
+
+def test_native_declines_tensors_without_memory():
+    """A wrapper subclass holds other tensors and no numbers of its own: reading its memory would crash."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
+    wrapped = [TwoTensor(t, 2 * t) for t in (q, k, v)]
+    choice = regard.select_backend(*wrapped)
+    assert choice.backend == "sdpa" and "native" in choice.reasons
+    out = regard.attention(*wrapped)
+    assert torch.allclose(out.a, regard.attention(q, k, v), atol=1e-6)
+    assert torch.allclose(out.b, regard.attention(2 * q, 2 * k, 2 * v), atol=1e-6)
+    with pytest.raises(NotImplementedError, match='backend "native" cannot serve'):
+        regard.attention(*wrapped, backend="native")
 
 
 def test_select_backend():

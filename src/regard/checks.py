@@ -12,8 +12,11 @@ from torch._C._functorch import (  # type: ignore[import-not-found]
     is_batchedtensor,
     is_gradtrackingtensor,
 )
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from .parts import Scalar, describe, is_number
+from .problem import Causal
 
 
 def concrete(tensor: object) -> bool:
@@ -65,6 +68,43 @@ def default_scale(D: int) -> float:
 def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
     if tensor.device != device:
         raise ValueError(f"{name}: expected a tensor on {device}, as query, got one on {tensor.device}")
+
+
+# Tensors whose values are what their memory holds, and those that PyTorch's own tracing puts in their place.
+KNOWN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+
+
+def check_type(name: str, tensor: Tensor) -> None:
+    """Raise for an unknown subclass of Tensor: its memory need not hold the numbers that it stands for."""
+    if type(tensor) not in KNOWN_TYPES:
+        raise TypeError(
+            f"{name}: expected a plain tensor, got a {type(tensor).__name__}, which is a subclass of Tensor"
+        )
+
+
+def causal_bias(attn_mask: object, Tq: int, Tk: int) -> Causal | None:
+    """The prior that PyTorch's own mask type `CausalBias` stands for; None for any other mask.
+
+    A CausalBias is a tensor over uninitialised memory: only its attributes mean something.
+    """
+    if type(attn_mask) in KNOWN_TYPES or not isinstance(attn_mask, Tensor):
+        return None
+    from torch.nn.attention.bias import CausalBias, CausalVariant  # here: it loads torch.compile, which takes seconds
+
+    if not isinstance(attn_mask, CausalBias):
+        return None
+    if not isinstance(getattr(attn_mask, "variant", None), CausalVariant):  # an operation on one keeps its type alone
+        raise TypeError(
+            "attn_mask: expected a CausalBias as causal_upper_left or causal_lower_right returned it, got one that "
+            "another operation made (indexing, a cast, a copy to a device)"
+        )
+    lower_right = attn_mask.variant == CausalVariant.LOWER_RIGHT
+    if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (Tq, Tk):
+        name = "causal_lower_right" if lower_right else "causal_upper_left"
+        raise ValueError(
+            f"attn_mask: expected {name}(Tq={Tq}, Tk={Tk}), got {name}({attn_mask.seq_len_q}, {attn_mask.seq_len_kv})"
+        )
+    return Causal("bottom_right" if lower_right else "top_left")
 
 
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,6 +207,7 @@ def fold(tensor: Tensor, lead: tuple[int, ...], heads: int | None = None) -> Ten
 
 def broadcastable(name: str, tensor: Tensor, lead: tuple[int, ...], Tq: int, Tk: int, device: torch.device) -> Tensor:
     """Any tensor that broadcasts to [*lead, Tq, Tk], as four dimensions, not expanded."""
+    check_type(name, tensor)
     check_device(name, tensor, device)
     full = (*lead, Tq, Tk)
     shape = (1,) * (len(full) - tensor.dim()) + tuple(tensor.shape)
@@ -189,6 +230,7 @@ def row_parameter(
     """A number as it is; a tensor as [B|1, H|1, Tq|1, 1] in the compute dtype (shape [H] is per head, if allowed)."""
     if not isinstance(value, Tensor):
         return float(value)
+    check_type(name, value)
     check_device(name, value, device)
     if per_head and value.dim() == 1 and (value.shape[0] == 1 or value.shape[0] == H):
         value = value.view(-1, 1, 1)

@@ -20,8 +20,10 @@ from torch import Tensor
 from .checks import (
     autocast,
     broadcastable,
+    causal_bias,
     check_device,
     check_tensors,
+    check_type,
     check_values,
     concrete,
     default_scale,
@@ -312,7 +314,10 @@ def lower(
         key, value = _scale_keys(key, value, key_scale, lead)
     B, H, Tq, D = query.shape
     Tk = key.shape[2]
-    form = lower_problem(problem, lead, Tq, Tk, compute_dtype(query.dtype), query.device, is_causal)
+    causal = None if attn_mask is None else causal_bias(attn_mask, Tq, Tk)
+    if causal is not None:
+        attn_mask = None
+    form = lower_problem(problem, lead, Tq, Tk, compute_dtype(query.dtype), query.device, is_causal, causal)
     form.query, form.key, form.value = query, key, value
     form.scale = default_scale(D) if scale is None else number("scale", scale, "a finite number", finite)
     if softcap is not None:
@@ -373,12 +378,17 @@ def lower_problem(
     dtype: torch.dtype,
     device: torch.device,
     is_causal: bool = False,
+    causal: Causal | None = None,
 ) -> Form:
-    """The problem's own part of the form, for a plan of shape [*lead, Tq, Tk] (lead ends with the heads)."""
+    """The problem's own part of the form, for a plan of shape [*lead, Tq, Tk] (lead ends with the heads). `is_causal`
+    and `causal`, which a mask may stand for, multiply into its prior."""
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal: expected a bool, got {describe(is_causal)}")
+    given = () if causal is None else (causal,)
+    if is_causal:
+        given += (Causal("top_left"),)
     if problem is None:
-        if not is_causal:  # nothing to look at
+        if not given:  # nothing to look at
             return Form()
         problem = _SOFTMAX
     if not isinstance(problem, Transport):
@@ -419,8 +429,9 @@ def lower_problem(
         form.temperature = row("temperature", problem.temperature, per_head=False)
         check_values("temperature", form.temperature, "temperature >= 0", lambda tau: (tau >= 0) & tau.isfinite())
         form.hard = may_be_zero(form.temperature)
-    if problem.prior is not None or is_causal:
-        _lower_prior(form, problem.prior, lead, Tq, Tk, dtype, device, is_causal)
+    factors = given if problem.prior is None else (*problem.prior.factors(), *given)
+    if factors:
+        _lower_prior(form, factors, lead, Tq, Tk, dtype, device)
     if form.marginal == "columns":
         _check_columns(form, problem, Tq, Tk, device)
     if form.hard and known_hard(form):
@@ -570,22 +581,19 @@ def _one_of_each(tensor: Tensor) -> Tensor:
 
 def _lower_prior(
     form: Form,
-    prior: Prior | None,
+    factors: tuple[Prior, ...],
     lead: tuple[int, ...],
     Tq: int,
     Tk: int,
     dtype: torch.dtype,
     device: torch.device,
-    is_causal: bool,
 ) -> None:
     B, H = math.prod(lead[:-1]), lead[-1]
-    factors = () if prior is None else prior.factors()
-    if is_causal:
-        factors += (Causal("top_left"),)
     alignments = {f.alignment for f in factors if isinstance(f, Causal | Window | ALiBi)}
     if "top_left" in alignments and "bottom_right" in alignments:
         raise ValueError(
-            'alignment: expected one for the whole prior, got "top_left" and "bottom_right" (is_causal is "top_left")'
+            'alignment: expected one for the whole prior, got "top_left" and "bottom_right" (is_causal and '
+            'causal_upper_left are "top_left", causal_lower_right is "bottom_right")'
         )
     if "bottom_right" in alignments:
         form.offset = Tk - Tq
@@ -630,6 +638,7 @@ def _lower_documents(form: Form, documents: Documents, B: int, Tq: int, Tk: int,
             ids = documents.query_ids
         if ids.shape[-1] != T or (ids.dim() == 2 and ids.shape[0] != 1 and ids.shape[0] != B):
             raise ValueError(f"Documents({name}): expected shape [{T}] or [{B}, {T}], got {list(ids.shape)}")
+        check_type(f"Documents({name})", ids)
         check_device(f"Documents({name})", ids, device)
         sides.append((ids if ids.dim() == 2 else ids[None]).long())
     queries, keys = sides[0][:, None, :, None], sides[1][:, None, None, :]

@@ -77,7 +77,8 @@ def attention(
     """Attention as the exact solution of a transport problem; a drop-in for `F.scaled_dot_product_attention`.
 
     The first eight arguments have PyTorch's names, order and meaning. `problem` is a `Transport` (None: softmax); masks
-    and `is_causal` (aligned top-left) multiply into its prior. `softcap=c` makes the score c * tanh(scale * qk / c).
+    and `is_causal` (aligned top-left) multiply into its prior; PyTorch's mask type `CausalBias` is the causal prior
+    that it stands for, and other subclasses of Tensor raise. `softcap=c` makes the score c * tanh(scale * qk / c).
     `key_scale` multiplies each key by a number of its own; it broadcasts to [..., H, Tk] or [..., Hkv, Tk].
     With `return_aux=AuxRequest(...)` the result is (output, AuxOutput). `backend` is "auto" or one of `BACKENDS`; a
     named one that cannot serve the problem raises and never falls back. A row without admissible keys gives 0.

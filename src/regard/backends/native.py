@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import KNOWN_TYPES
 from ..form import Form, output_shapes
 
 _TYPES = {
@@ -121,6 +122,9 @@ def unsupported(form: Form, names: tuple[str, ...]) -> str | None:
     assert form.query is not None
     if not form.query.is_cpu:
         return f"runs on the CPU only (query is on {form.query.device})"
+    for tensor in (form.query, form.key, form.value):  # lowering has checked the others
+        if type(tensor) not in KNOWN_TYPES:
+            return f"reads memory, which a subclass of Tensor need not have (got a {type(tensor).__name__})"
     if form.family not in _FAMILIES:
         return "has kernels for KL, Tsallis and Fermi-Dirac only"
     if form.marginal not in _MARGINALS:
