@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 from torch.library import opcheck
 
 import regard
-from cases import CASES, build, skip_unless_served
+from cases import CASES, assert_close, build, by_backend, by_case, skip_unless_served, stock_attention
 from regard import ALiBi, AuxRequest, Bias, Causal, FermiDirac, Free, Rows, Transport, Tsallis, Window, ops
 from regard.backends import native
 from regard.form import lower
@@ -243,6 +243,144 @@ def test_orders_and_modes_nest(backend):
             forward_ad.unpack_dual(loss(mine)(forward_ad.make_dual(leaf, t))).tangent, leaf
         )
         assert torch.allclose(gradient, curvature)
+
+
+# --- batches of gradients: is_grads_batched, jacobian(vectorize=True), gradcheck's batched modes ----------------------
+
+
+def compare_batched(results, leaves, samples=3, dtype=torch.float64):
+    """One backward pass for a batch of gradients gives what one pass per sample gives; the batch is returned."""
+    incoming = [torch.randn(samples, *r.shape, dtype=torch.float64).to(r.dtype) for r in results]
+    how = {"retain_graph": True, "allow_unused": True}
+    got = torch.autograd.grad(results, leaves, incoming, is_grads_batched=True, **how)
+    one = [torch.autograd.grad(results, leaves, [g[i] for g in incoming], **how) for i in range(samples)]
+    for n, (leaf, batch) in enumerate(zip(leaves, got, strict=True)):
+        if batch is None:
+            assert all(sample[n] is None for sample in one)
+        else:
+            assert batch.shape == (samples, *leaf.shape) and batch.dtype == leaf.dtype
+            assert_close(batch, torch.stack([sample[n] for sample in one]), dtype)
+    return got
+
+
+@by_backend
+@by_case
+def test_batched_gradients(case, backend):
+    """Of the output, of lse and of entropy, for every tensor of every problem."""
+    built = build(case)
+    problem = built.arguments.get("problem")
+    request = None
+    if backend != "sdpa":
+        request = AuxRequest(entropy=True, lse=problem is None or isinstance(problem.regularizer, regard.KL))
+    skip_unless_served(backend, built)
+    found = regard.attention(
+        built.query, built.key, built.value, **built.arguments, backend=backend, return_aux=request
+    )
+    results = [found] if request is None else [t for t in (found[0], found[1].entropy, found[1].lse) if t is not None]
+    results = [r for r in results if r.requires_grad]
+    assert any(g is not None and g.abs().max() > 1e-3 for g in compare_batched(results, list(built.leaves.values())))
+    if request is not None:  # one output alone: the others' gradients are missing
+        compare_batched(results[1:2], list(built.leaves.values()))
+
+
+@pytest.mark.parametrize("backend", ["native", "sdpa", "torch"])
+def test_vectorized_jacobian_is_pytorchs(backend):
+    if backend == "native":
+        pytest.importorskip("regard._native", reason="the native engine was not built")
+    inputs = tuple(torch.randn(1, 2, 4, 8, dtype=torch.float64) for _ in range(3))
+    function = functools.partial(regard.attention, is_causal=True, backend=backend)
+    stock = functools.partial(stock_attention, is_causal=True)
+    jacobian = torch.autograd.functional.jacobian
+    expected = jacobian(stock, inputs)
+    for strategy in ("reverse-mode", "forward-mode"):
+        for got, wanted in zip(jacobian(function, inputs, vectorize=True, strategy=strategy), expected, strict=True):
+            assert_close(got, wanted, torch.float64)
+
+
+@pytest.mark.parametrize("name", ["softmax", *NAMES])
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_gradcheck_in_batches(name, backend):
+    case = next(c for c in CASES if c.name == name)
+    built = build(case)
+    skip_unless_served(backend, built)
+    inputs = (built.query, built.key, built.value)
+    function = functools.partial(regard.attention, **built.arguments, backend=backend)
+    assert torch.autograd.gradcheck(
+        function,
+        inputs,
+        check_forward_ad=True,
+        check_batched_grad=True,
+        check_batched_forward_grad=True,
+        fast_mode=True,
+        atol=1e-4,
+        rtol=1e-3,
+    )
+    assert torch.autograd.gradgradcheck(function, inputs, check_batched_grad=True, fast_mode=True, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_batched_gradients_of_second_order(backend):
+    """A vectorized Hessian, and a derivative of a vectorized Jacobian."""
+    if backend == "native":
+        pytest.importorskip("regard._native", reason="the native engine was not built")
+    q, k, v = (torch.randn(1, 2, 4, 3, dtype=torch.float64) for _ in range(3))
+
+    def function(x):
+        return regard.attention(x, k, v, problem=Transport(Tsallis(1.5)), backend=backend).sin()
+
+    functional = torch.autograd.functional
+    hessian = functional.hessian(lambda x: function(x).sum(), q)
+    assert hessian.abs().max() > 1e-3
+    assert torch.allclose(functional.hessian(lambda x: function(x).sum(), q, vectorize=True), hessian)
+    leaf = q.clone().requires_grad_()
+    jacobians = [functional.jacobian(function, leaf, vectorize=v, create_graph=True) for v in (True, False)]
+    got, expected = (torch.autograd.grad(j.cos().sum(), leaf)[0] for j in jacobians)
+    assert torch.allclose(got, expected) and expected.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("together", [ops._TOGETHER, 1], ids=["together", "one by one"])
+def test_batched_gradients_stay_on_the_backend(together, monkeypatch):
+    """The engine computes all samples in one pass, or as many as memory is allowed for."""
+    pytest.importorskip("regard._native", reason="the native engine was not built")
+    passes = []
+    backward = native.backward
+    monkeypatch.setattr(native, "backward", lambda form, *rest: passes.append(form.shape[0]) or backward(form, *rest))
+    monkeypatch.setattr(ops, "_TOGETHER", together)
+    q, k, v = (torch.randn(2, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    out = regard.attention(q, k, v, is_causal=True, backend="native")
+    torch.autograd.grad(out, (q, k, v), torch.randn(3, *out.shape).double(), is_grads_batched=True, retain_graph=True)
+    assert passes == ([6] if together > 1 else [2, 2, 2])
+    compare_batched([out], [q, k, v])
+
+
+BATCHED = {
+    "dropout": {"dropout_p": 0.3},
+    "float mask": {"attn_mask": torch.randn(5, 6)},
+    "budget": {"problem": Transport(prior=Causal("bottom_right"), temperature=regard.MatchEntropy(0.7))},
+}
+
+
+@pytest.mark.parametrize("name", BATCHED)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lead", [(), (1,), (3, 2, 4)], ids=["2-D", "3-D", "5-D"])
+def test_batched_gradients_of_any_call(name, dtype, lead):
+    leaves = [torch.randn(*lead, T, 4).to(dtype).requires_grad_() for T in (5, 6, 6)]
+    compare_batched([regard.attention(*leaves, **BATCHED[name])], leaves, dtype=dtype)
+
+
+def test_batched_gradients_of_natural_attention():
+    leaves = [torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    compare_batched([regard.geometry.natural_attention(*leaves, damping=0.1)], leaves)
+
+
+def test_batched_gradients_under_checkpointing():
+    from torch.utils.checkpoint import checkpoint
+
+    leaves = [torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    incoming = torch.randn(3, 1, 2, 5, 4, dtype=torch.float64)
+    outputs = regard.attention(*leaves), checkpoint(regard.attention, *leaves, use_reentrant=False)
+    found = [torch.autograd.grad(out, leaves, incoming, is_grads_batched=True) for out in outputs]
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])

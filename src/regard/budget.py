@@ -423,7 +423,9 @@ class Match(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple:  # type: ignore[override]
         needed = tuple(s for s, need in zip(ctx.slots, ctx.needs_input_grad[4:], strict=True) if need)
         how = (ctx.form, ctx.slots, ctx.backend, ctx.statistic, needed)
-        found = dict(zip(needed, MatchBackward.apply(how, grad, *ctx.saved_tensors), strict=True))  # type: ignore[arg-type]
+        saved = ctx.saved_tensors
+        gradients = ops.one_by_one(lambda grad: MatchBackward.apply(how, grad, *saved), (grad,))
+        found = dict(zip(needed, gradients, strict=True))
         return (None,) * 4 + tuple(found.get(slot) for slot in ctx.slots)
 
     @staticmethod

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import operator
+from . import operator, ops
 from .backends import torch as definition
 from .checks import check_values, number
 from .form import Form, known_hard, lower
@@ -348,7 +348,8 @@ class _Natural(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:  # type: ignore[override]
         needed = tuple(n for n, need in zip(("query", "key", "value"), ctx.needs_input_grad[2:], strict=True) if need)
-        found = _NaturalBackward.apply(ctx.form, ctx.damping, needed, grad, *ctx.saved_tensors)
+        how, saved = (ctx.form, ctx.damping, needed), ctx.saved_tensors
+        found = ops.one_by_one(lambda grad: _NaturalBackward.apply(*how, grad, *saved), (grad,))
         by_name = dict(zip(needed, found, strict=True))
         return None, None, *(by_name.get(name) for name in ("query", "key", "value"))
 

@@ -9,13 +9,21 @@ blocks, whose own forward mode keeps nothing for later: O(T) memory.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_interpreter_stack, get_unwrapped, is_gradtrackingtensor, unwrap_if_dead
+from torch._C._functorch import (
+    get_interpreter_stack,
+    get_unwrapped,
+    is_gradtrackingtensor,
+    is_legacy_batchedtensor,
+    unwrap_if_dead,
+)
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map
 
 from .backends import native, sdpa
 from .backends import torch as definition
@@ -70,6 +78,50 @@ def _with_saved(backend: str, form: Form, names: tuple[str, ...]) -> tuple[str, 
     return (*names, *(name for name in BACKENDS[backend].saved(form, names) if name not in names))
 
 
+# --- batched gradients ------------------------------------------------------------------------------------------------
+#
+# `torch.autograd.grad(..., is_grads_batched=True)`, `jacobian(..., vectorize=True)` and gradcheck hand a backward pass
+# PyTorch's older kind of batched tensor, which has neither memory nor rules for most views. These two give the pass
+# plain tensors.
+
+_TOGETHER = 2**24  # numbers that the samples computed together may copy
+
+
+def per_sample(pull: Callable[..., Any], grads: tuple[Tensor, ...], copied: tuple[Tensor, ...]) -> Any:
+    """`pull(*grads)`, for each sample if the gradients are a batch: by `torch.func.vmap`, whose rules our Functions
+    have. Each sample copies the tensors `copied`; this bounds how many are computed together."""
+    if not any(map(is_legacy_batchedtensor, grads)):
+        return pull(*grads)
+    plain, dims, level = _unbatched(grads)
+    together = max(1, _TOGETHER // max(1, sum(t.numel() for t in copied)))
+    found = torch.func.vmap(pull, dims, chunk_size=together)(*plain)
+    return tree_map(lambda t: torch._add_batch_dim(t, 0, level), found)
+
+
+def one_by_one(pull: Callable[..., Any], grads: tuple[Tensor, ...]) -> Any:
+    """The same by a loop over the samples, for what `torch.func.vmap` cannot see through."""
+    if not any(map(is_legacy_batchedtensor, grads)):
+        return pull(*grads)
+    plain, dims, level = _unbatched(grads)
+    size = next(t.shape[0] for t, dim in zip(plain, dims, strict=True) if dim == 0)
+    samples = [pull(*(t if dim is None else t[i] for t, dim in zip(plain, dims, strict=True))) for i in range(size)]
+    return tree_map(lambda *parts: torch._add_batch_dim(torch.stack(parts), 0, level), *samples)
+
+
+def _unbatched(grads: tuple[Tensor, ...]) -> tuple[list[Tensor], tuple[int | None, ...], int]:
+    """The tensors with the batch as an ordinary first dimension, where it is (None: not batched), and its level."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    dims = tuple(0 if is_legacy_batchedtensor(grad) else None for grad in grads)
+    # The size given (here 1) counts only for tensors that are not batched.
+    plain = [
+        g if dim is None else torch._remove_batch_dim(g, level, 1, dim) for g, dim in zip(grads, dims, strict=True)
+    ]
+    if any(map(is_legacy_batchedtensor, plain)):
+        raise NotImplementedError("is_grads_batched: expected one batch of gradients, got a batch inside a batch")
+    return plain, dims, level
+
+
 # --- eager: an autograd Function --------------------------------------------------------------------------------------
 
 
@@ -94,37 +146,37 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         """`grads` are of the first outputs; what was saved besides has none."""
-        n = len(ctx.slots)
         saved = ctx.saved_tensors  # read once: checkpointing hands each tensor out one time
-        tensors, outputs = saved[:n], saved[n:]
         needed = tuple(s for s, need in zip(ctx.slots, ctx.needs_input_grad[4:], strict=True) if need)
         incoming = {
             name: g for name, g in zip(ctx.names, grads, strict=False) if g is not None and name in DIFFERENTIABLE
         }
         if not incoming or not needed:
-            return (None,) * (4 + n)
-        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or forward_mode():
-            plan = _BackwardPlan(ctx.form, ctx.slots, ctx.names, tuple(incoming), needed, ctx.backend)
-            found = AttendBackward.apply(plan, *tensors, *outputs, *incoming.values())
-            by_slot = dict(zip(needed, found, strict=True))
-        else:  # nobody will differentiate the gradient (a vjp called after its transform has ended leaves wrappers)
-            tensors, outputs = unwrap_dead_wrappers(tensors), unwrap_dead_wrappers(outputs)
-            incoming = dict(zip(incoming, unwrap_dead_wrappers(tuple(incoming.values())), strict=True))
-            form = ctx.form.with_tensors(dict(zip(ctx.slots, tensors, strict=True)))
-            by_slot = BACKENDS[ctx.backend].backward(form, needed, dict(zip(ctx.names, outputs, strict=True)), incoming)
+            return (None,) * (4 + len(ctx.slots))
+        plan = _BackwardPlan(ctx.form, ctx.slots, ctx.names, tuple(incoming), needed, ctx.backend)
+        found = per_sample(lambda *grads: plan.pull(saved, grads), tuple(incoming.values()), saved)
+        by_slot = dict(zip(needed, found, strict=True))
         return (None,) * 4 + tuple(by_slot.get(slot) for slot in ctx.slots)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple:  # type: ignore[override]
         """The outputs' tangents, from the definition, block by block."""
         names = tuple(name for name in ctx.names if name in DIFFERENTIABLE)
-        with forward_ad._set_fwd_grad_enabled(True):
-            duals = _with_tangents(ctx.saved_tensors, tangents[4:])
-            form = ctx.form.with_tensors(dict(zip(ctx.slots, duals, strict=True)))
-            if _first_order_only((*ctx.saved_tensors, *(t for t in tangents[4:] if t is not None))):
-                found = definition.tangents(form, names)
-            else:
-                found = {name: _tangent(result) for name, result in definition.differentiable(form, names).items()}
+        saved = ctx.saved_tensors
+        moved = {slot: t for slot, t in zip(ctx.slots, tangents[4:], strict=True) if t is not None}
+
+        def push(*given: Tensor) -> tuple[Tensor, ...]:
+            by_slot = dict(zip(moved, given, strict=True))
+            with forward_ad._set_fwd_grad_enabled(True):
+                duals = _with_tangents(saved, tuple(map(by_slot.get, ctx.slots)))
+                form = ctx.form.with_tensors(dict(zip(ctx.slots, duals, strict=True)))
+                if _first_order_only((*saved, *given)):
+                    found = definition.tangents(form, names)
+                else:
+                    found = {name: _tangent(result) for name, result in definition.differentiable(form, names).items()}
+            return tuple(found[name] for name in names)
+
+        found = dict(zip(names, one_by_one(push, tuple(moved.values())), strict=True))
         return tuple(found[n].to(d) if n in found else None for n, d in zip(ctx.names, ctx.dtypes, strict=True))
 
     @staticmethod
@@ -182,6 +234,13 @@ class _BackwardPlan:
             dict(zip(self.incoming, tensors[b:], strict=True)),
         )
 
+    def pull(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The gradients of the needed slots, from all slots and outputs (`saved`) and the incoming gradients."""
+        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or forward_mode():
+            return AttendBackward.apply(self, *saved, *grads)  # type: ignore[return-value]
+        # Nothing will differentiate the gradient. (A vjp called after its transform has ended leaves wrappers.)
+        return AttendBackward.forward(self, *unwrap_dead_wrappers((*saved, *grads)))
+
 
 class AttendBackward(torch.autograd.Function):
     """apply(plan, *slots, *outputs, *gradients) -> gradients of the needed slots; differentiable again."""
@@ -213,7 +272,7 @@ class AttendBackward(torch.autograd.Function):
 
         tensors = tuple(slots[slot] for slot in varied)
         _, pull = torch.func.vjp(first_order, tensors, tuple(incoming.values()))  # type: ignore[misc]
-        by_slot, by_grad = pull(grads)
+        by_slot, by_grad = per_sample(lambda *grads: pull(grads), grads, ctx.saved_tensors)
         found = dict(zip(varied, by_slot, strict=True))
         return (None, *(found.get(s) for s in plan.slots), *(None,) * len(outputs), *by_grad)
 
