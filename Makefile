@@ -18,7 +18,7 @@ under = OMP_NUM_THREADS=2 REGARD_ENGINE=$$(ls $(CURDIR)/build/$(1)/_native*.so) 
   LD_PRELOAD="$$($(CXX) -print-file-name=lib$(if $(filter address,$(1)),a,t)san.so) $$($(CXX) -print-file-name=libstdc++.so)"
 KERNELS := $(PY) -m pytest -q -x --capture=no -p no:cacheprovider tests/test_native.py tests/test_features_native.py
 
-.PHONY: help demo tour test fuzz sanitize bench bench-full bench-models lint format docs lock clean
+.PHONY: help demo tour test grid fuzz sanitize bench bench-full bench-models lint format docs lock clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -32,6 +32,9 @@ tour: .venv/ready  ## a tour of the library, in the terminal
 
 test: .venv/tests  ## all tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal
+
+grid: .venv/tests  ## every point of the sweep over PyTorch's own attention, of which `make test` runs a sample
+	REGARD_GRID=all OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal tests/test_sdpa_grid.py
 
 fuzz: .venv/tests  ## random problems on the native engine against the definition, for MINUTES
 	$(PY) tests/fuzz.py --minutes $(MINUTES)
