@@ -373,6 +373,17 @@ def test_batched_gradients_of_natural_attention():
     compare_batched([regard.geometry.natural_attention(*leaves, damping=0.1)], leaves)
 
 
+@pytest.mark.parametrize("temperature", [1.0, regard.MatchEntropy(0.7)], ids=["softmax", "budget"])
+def test_batched_gradients_of_a_compiled_call(temperature):
+    leaves = [torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    function = functools.partial(regard.attention, problem=Transport(temperature=temperature))
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    incoming = torch.randn(3, 1, 2, 5, 4, dtype=torch.float64)
+    got = torch.autograd.grad(compiled(*leaves), leaves, incoming, is_grads_batched=True)
+    expected = torch.autograd.grad(function(*leaves), leaves, incoming, is_grads_batched=True)
+    assert all(map(torch.allclose, got, expected))
+
+
 def test_batched_gradients_under_checkpointing():
     from torch.utils.checkpoint import checkpoint
 

@@ -517,6 +517,9 @@ def _(
     return [torch.empty_like(tensors[slot], memory_format=torch.contiguous_format) for slot in needed.split(",")]
 
 
+ops.batch_by_loop(torch.ops.regard.match_backward.default)
+
+
 def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     ctx.backend, ctx.statistic, budget, *arguments = inputs
     form = ops._from_arguments(tuple(arguments))

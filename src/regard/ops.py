@@ -23,7 +23,7 @@ from torch._C._functorch import (
 )
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .backends import native, sdpa
 from .backends import torch as definition
@@ -95,7 +95,7 @@ def per_sample(pull: Callable[..., Any], grads: tuple[Tensor, ...], copied: tupl
     plain, dims, level = _unbatched(grads)
     together = max(1, _TOGETHER // max(1, sum(t.numel() for t in copied)))
     found = torch.func.vmap(pull, dims, chunk_size=together)(*plain)
-    return tree_map(lambda t: torch._add_batch_dim(t, 0, level), found)
+    return tree_map(lambda t: torch._add_batch_dim(t, 0, level), found)  # type: ignore[reportPrivateImportUsage]
 
 
 def one_by_one(pull: Callable[..., Any], grads: tuple[Tensor, ...]) -> Any:
@@ -105,7 +105,8 @@ def one_by_one(pull: Callable[..., Any], grads: tuple[Tensor, ...]) -> Any:
     plain, dims, level = _unbatched(grads)
     size = next(t.shape[0] for t, dim in zip(plain, dims, strict=True) if dim == 0)
     samples = [pull(*(t if dim is None else t[i] for t, dim in zip(plain, dims, strict=True))) for i in range(size)]
-    return tree_map(lambda *parts: torch._add_batch_dim(torch.stack(parts), 0, level), *samples)
+    stacked = tree_map(lambda *parts: torch.stack(parts), *samples)
+    return tree_map(lambda t: torch._add_batch_dim(t, 0, level), stacked)  # type: ignore[reportPrivateImportUsage]
 
 
 def _unbatched(grads: tuple[Tensor, ...]) -> tuple[list[Tensor], tuple[int | None, ...], int]:
@@ -114,9 +115,8 @@ def _unbatched(grads: tuple[Tensor, ...]) -> tuple[list[Tensor], tuple[int | Non
     torch._C._vmapmode_decrement_nesting()
     dims = tuple(0 if is_legacy_batchedtensor(grad) else None for grad in grads)
     # The size given (here 1) counts only for tensors that are not batched.
-    plain = [
-        g if dim is None else torch._remove_batch_dim(g, level, 1, dim) for g, dim in zip(grads, dims, strict=True)
-    ]
+    remove = torch._remove_batch_dim  # type: ignore[reportPrivateImportUsage]
+    plain = [g if dim is None else remove(g, level, 1, dim) for g, dim in zip(grads, dims, strict=True)]
     if any(map(is_legacy_batchedtensor, plain)):
         raise NotImplementedError("is_grads_batched: expected one batch of gradients, got a batch inside a batch")
     return plain, dims, level
@@ -461,6 +461,26 @@ def _(
 ) -> list[Tensor]:
     tensors = _from_arguments(arguments).tensors()
     return [torch.empty_like(tensors[slot], memory_format=torch.contiguous_format) for slot in needed.split(",")]
+
+
+def batch_by_loop(operator: Any) -> None:
+    """Let a compiled call's backward operator take batches of gradients (`is_grads_batched`)."""
+
+    def batched(*arguments: Any) -> Any:
+        flat, tree = tree_flatten(arguments)
+        places = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and is_legacy_batchedtensor(x)]
+
+        def pull(*sample: Tensor) -> Any:
+            chosen = dict(zip(places, sample, strict=True))
+            return operator(*tree_unflatten([chosen.get(i, x) for i, x in enumerate(flat)], tree))
+
+        return one_by_one(pull, tuple(flat[i] for i in places))
+
+    _library.impl(operator._opname, batched, "Batched")
+
+
+_library = torch.library.Library("regard", "FRAGMENT")
+batch_by_loop(torch.ops.regard.attend_backward.default)
 
 
 def _setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
