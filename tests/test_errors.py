@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.testing._internal.two_tensor import TwoTensor
 
 import regard
 from regard import (
@@ -96,6 +97,16 @@ ERRORS = {
         problem(prior=Documents(torch.zeros(5).long().as_subclass(Subclass))),
         TypeError,
         r"Documents\(query_ids\): expected a plain tensor, got a Subclass",
+    ),
+    "wrapper mask, plain query": (
+        attend(attn_mask=TwoTensor(torch.zeros(5, 5), torch.zeros(5, 5))),
+        TypeError,
+        "attn_mask: expected a plain tensor, or a Tensor as query, got a TwoTensor",
+    ),
+    "wrapper sink, plain query": (
+        problem(marginal=Rows(sink=TwoTensor(torch.zeros(4), torch.zeros(4)))),
+        TypeError,
+        "problem: expected a plain tensor, or a Tensor as query, got a TwoTensor",
     ),
     "CausalBias of other lengths": (
         attend(attn_mask=causal_lower_right(5, 9)),
@@ -317,8 +328,6 @@ def test_an_explicit_backend_never_falls_back(arguments):
 
 def test_native_declines_tensors_without_memory():
     """A wrapper subclass holds other tensors and no numbers of its own: reading its memory would crash."""
-    from torch.testing._internal.two_tensor import TwoTensor
-
     q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
     wrapped = [TwoTensor(t, 2 * t) for t in (q, k, v)]
     choice = regard.select_backend(*wrapped)
@@ -326,6 +335,9 @@ def test_native_declines_tensors_without_memory():
     out = regard.attention(*wrapped)
     assert torch.allclose(out.a, regard.attention(q, k, v), atol=1e-6)
     assert torch.allclose(out.b, regard.attention(2 * q, 2 * k, 2 * v), atol=1e-6)
+    mask = torch.randn(5, 5)
+    masked = regard.attention(*wrapped, attn_mask=TwoTensor(mask, -mask))  # the queries' own type
+    assert torch.allclose(masked.b, regard.attention(2 * q, 2 * k, 2 * v, attn_mask=-mask), atol=1e-6)
     with pytest.raises(NotImplementedError, match='backend "native" cannot serve'):
         regard.attention(*wrapped, backend="native")
 

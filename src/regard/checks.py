@@ -75,11 +75,11 @@ KNOWN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 
 
 def check_type(name: str, tensor: Tensor) -> None:
-    """Raise for an unknown subclass of Tensor: its memory need not hold the numbers that it stands for."""
-    if type(tensor) not in KNOWN_TYPES:
-        raise TypeError(
-            f"{name}: expected a plain tensor, got a {type(tensor).__name__}, which is a subclass of Tensor"
-        )
+    """Raise for a subclass of Tensor whose memory need not hold the numbers that it stands for. One that answers
+    PyTorch's operations itself (`__torch_dispatch__`: DTensor and other wrappers) may pass."""
+    kind = type(tensor)
+    if kind not in KNOWN_TYPES and kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
+        raise TypeError(f"{name}: expected a plain tensor, got a {kind.__name__}, which is a subclass of Tensor")
 
 
 def causal_bias(attn_mask: object, Tq: int, Tk: int) -> Causal | None:

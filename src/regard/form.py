@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .checks import (
+    KNOWN_TYPES,
     autocast,
     broadcastable,
     causal_bias,
@@ -335,11 +336,24 @@ def lower(
         if form.marginal == "columns":
             _refuse_causal_tensor("attn_mask", mask)
             _refuse_causal("the prior and attn_mask together", form, Tq, Tk, query.device)
+    if problem is not None or attn_mask is not None:
+        _refuse_mixed(form)
     form.dropout_p = number("dropout_p", dropout_p, "a probability in [0, 1]", probability)
     if form.dropout_p > 0:
         seed = torch.randint(2**62, (1, 1, 1, 1), device=query.device)
         form.dropout_key = dropout_keys(seed, B, H)
     return form
+
+
+def _refuse_mixed(form: Form) -> None:
+    """Raise for a tensor of a type of its own (a DTensor, say) in the problem or mask of a query of another type."""
+    kind = type(form.query)
+    for slot, tensor in form.tensors().items():
+        if type(tensor) not in KNOWN_TYPES and type(tensor) is not kind:
+            name = "attn_mask" if slot in ("mask", "score_bias") else "problem"
+            raise TypeError(
+                f"{name}: expected a plain tensor, or a {kind.__name__} as query, got a {type(tensor).__name__}"
+            )
 
 
 def _scale_keys(key: Tensor, value: Tensor, key_scale: Tensor, lead: tuple[int, ...]) -> tuple[Tensor, Tensor]:
