@@ -9,6 +9,7 @@ blocks, whose own forward mode keeps nothing for later: O(T) memory.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -84,17 +85,16 @@ def _with_saved(backend: str, form: Form, names: tuple[str, ...]) -> tuple[str, 
 # PyTorch's older kind of batched tensor, which has neither memory nor rules for most views. These two give the pass
 # plain tensors.
 
-_TOGETHER = 2**24  # numbers that the samples computed together may copy
+_TOGETHER = 2**24  # numbers that the samples computed together may store
 
 
-def per_sample(pull: Callable[..., Any], grads: tuple[Tensor, ...], copied: tuple[Tensor, ...]) -> Any:
+def per_sample(pull: Callable[..., Any], grads: tuple[Tensor, ...], size: int) -> Any:
     """`pull(*grads)`, for each sample if the gradients are a batch: by `torch.func.vmap`, whose rules our Functions
-    have. Each sample copies the tensors `copied`; this bounds how many are computed together."""
+    have. A sample stores about `size` numbers; this bounds how many are computed together."""
     if not any(map(is_legacy_batchedtensor, grads)):
         return pull(*grads)
     plain, dims, level = _unbatched(grads)
-    together = max(1, _TOGETHER // max(1, sum(t.numel() for t in copied)))
-    found = torch.func.vmap(pull, dims, chunk_size=together)(*plain)
+    found = torch.func.vmap(pull, dims, chunk_size=max(1, _TOGETHER // max(1, size)))(*plain)
     return tree_map(lambda t: torch._add_batch_dim(t, 0, level), found)  # type: ignore[reportPrivateImportUsage]
 
 
@@ -154,7 +154,8 @@ class Attend(torch.autograd.Function):
         if not incoming or not needed:
             return (None,) * (4 + len(ctx.slots))
         plan = _BackwardPlan(ctx.form, ctx.slots, ctx.names, tuple(incoming), needed, ctx.backend)
-        found = per_sample(lambda *grads: plan.pull(saved, grads), tuple(incoming.values()), saved)
+        size = sum(t.numel() for t in saved)
+        found = per_sample(lambda *grads: plan.pull(saved, grads), tuple(incoming.values()), size)
         by_slot = dict(zip(needed, found, strict=True))
         return (None,) * 4 + tuple(by_slot.get(slot) for slot in ctx.slots)
 
@@ -272,7 +273,8 @@ class AttendBackward(torch.autograd.Function):
 
         tensors = tuple(slots[slot] for slot in varied)
         _, pull = torch.func.vjp(first_order, tensors, tuple(incoming.values()))  # type: ignore[misc]
-        by_slot, by_grad = per_sample(lambda *grads: pull(grads), grads, ctx.saved_tensors)
+        plan_size = math.prod(plan.form.with_tensors(slots).shape)
+        by_slot, by_grad = per_sample(lambda *grads: pull(grads), grads, plan_size)
         found = dict(zip(varied, by_slot, strict=True))
         return (None, *(found.get(s) for s in plan.slots), *(None,) * len(outputs), *by_grad)
 
