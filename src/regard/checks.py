@@ -72,13 +72,14 @@ def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
 
 # Tensors whose values are what their memory holds, and those that PyTorch's own tracing puts in their place.
 KNOWN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+_NO_DISPATCH = Tensor.__torch_dispatch__  # type: ignore[reportAttributeAccessIssue]
 
 
 def check_type(name: str, tensor: Tensor) -> None:
     """Raise for a subclass of Tensor whose memory need not hold the numbers that it stands for. One that answers
     PyTorch's operations itself (`__torch_dispatch__`: DTensor and other wrappers) may pass."""
     kind = type(tensor)
-    if kind not in KNOWN_TYPES and kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
+    if kind not in KNOWN_TYPES and kind.__torch_dispatch__ is _NO_DISPATCH:  # type: ignore[reportAttributeAccessIssue]
         raise TypeError(f"{name}: expected a plain tensor, got a {kind.__name__}, which is a subclass of Tensor")
 
 
