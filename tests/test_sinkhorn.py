@@ -248,6 +248,20 @@ def test_gradient_is_as_good_as_the_tolerance(backend, tau, monkeypatch):
     assert few < most
 
 
+@by_backend
+def test_batches_of_gradients(backend):
+    """`is_grads_batched` gives what one call after the other gives."""
+    q, k, v = (draw(1, 2, 5, 3, seed=n, grad=True) for n in range(3))
+    row = draw(2, 5, seed=3).exp().requires_grad_()
+    out = regard.attention(q, k, v, problem=Transport(marginal=tight(row=row)), backend=backend)
+    grads = draw(3, *out.shape, seed=4)
+    together = torch.autograd.grad(out, (q, k, v, row), grads, is_grads_batched=True, retain_graph=True)
+    for n, grad in enumerate(grads):
+        alone = torch.autograd.grad(out, (q, k, v, row), grad, retain_graph=True)
+        for many, one in zip(together, alone, strict=True):
+            assert (many[n] - one).abs().max() < 1e-12
+
+
 def test_gradient_of_the_prices():
     scores = draw(4, 5, grad=True)
     for marginal in (tight(), tight(relax=0.7)):

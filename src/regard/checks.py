@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from .parts import Scalar, describe, is_number
-from .problem import Causal
 
 
 def concrete(tensor: object) -> bool:
@@ -81,31 +80,6 @@ def check_type(name: str, tensor: Tensor) -> None:
     kind = type(tensor)
     if kind not in KNOWN_TYPES and kind.__torch_dispatch__ is _NO_DISPATCH:  # type: ignore[reportAttributeAccessIssue]
         raise TypeError(f"{name}: expected a plain tensor, got a {kind.__name__}, which is a subclass of Tensor")
-
-
-def causal_bias(attn_mask: object, Tq: int, Tk: int) -> Causal | None:
-    """The prior that PyTorch's own mask type `CausalBias` stands for; None for any other mask.
-
-    A CausalBias is a tensor over uninitialised memory: only its attributes mean something.
-    """
-    if type(attn_mask) in KNOWN_TYPES or not isinstance(attn_mask, Tensor):
-        return None
-    from torch.nn.attention.bias import CausalBias, CausalVariant  # here: it loads torch.compile, which takes seconds
-
-    if not isinstance(attn_mask, CausalBias):
-        return None
-    if not isinstance(getattr(attn_mask, "variant", None), CausalVariant):  # an operation on one keeps its type alone
-        raise TypeError(
-            "attn_mask: expected a CausalBias as causal_upper_left or causal_lower_right returned it, got one that "
-            "another operation made (indexing, a cast, a copy to a device)"
-        )
-    lower_right = attn_mask.variant == CausalVariant.LOWER_RIGHT
-    if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (Tq, Tk):
-        name = "causal_lower_right" if lower_right else "causal_upper_left"
-        raise ValueError(
-            f"attn_mask: expected {name}(Tq={Tq}, Tk={Tk}), got {name}({attn_mask.seq_len_q}, {attn_mask.seq_len_kv})"
-        )
-    return Causal("bottom_right" if lower_right else "top_left")
 
 
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

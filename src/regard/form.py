@@ -21,7 +21,6 @@ from .checks import (
     KNOWN_TYPES,
     autocast,
     broadcastable,
-    causal_bias,
     check_device,
     check_tensors,
     check_type,
@@ -315,7 +314,7 @@ def lower(
         key, value = _scale_keys(key, value, key_scale, lead)
     B, H, Tq, D = query.shape
     Tk = key.shape[2]
-    causal = None if attn_mask is None else causal_bias(attn_mask, Tq, Tk)
+    causal = None if attn_mask is None else _causal_bias(attn_mask, Tq, Tk)
     if causal is not None:
         attn_mask = None
     form = lower_problem(problem, lead, Tq, Tk, compute_dtype(query.dtype), query.device, is_causal, causal)
@@ -343,6 +342,31 @@ def lower(
         seed = torch.randint(2**62, (1, 1, 1, 1), device=query.device)
         form.dropout_key = dropout_keys(seed, B, H)
     return form
+
+
+def _causal_bias(attn_mask: object, Tq: int, Tk: int) -> Causal | None:
+    """The prior that PyTorch's own mask type `CausalBias` stands for; None for any other mask.
+
+    A CausalBias is a tensor over uninitialised memory: only its attributes mean something.
+    """
+    if type(attn_mask) in KNOWN_TYPES or not isinstance(attn_mask, Tensor):
+        return None
+    from torch.nn.attention.bias import CausalBias, CausalVariant  # here: it loads torch.compile, which takes seconds
+
+    if not isinstance(attn_mask, CausalBias):
+        return None
+    if not isinstance(getattr(attn_mask, "variant", None), CausalVariant):  # an operation on one keeps its type alone
+        raise TypeError(
+            "attn_mask: expected a CausalBias as causal_upper_left or causal_lower_right returned it, got one that "
+            "another operation made (indexing, a cast, a copy to a device)"
+        )
+    lower_right = attn_mask.variant == CausalVariant.LOWER_RIGHT
+    if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (Tq, Tk):
+        name = "causal_lower_right" if lower_right else "causal_upper_left"
+        raise ValueError(
+            f"attn_mask: expected {name}(Tq={Tq}, Tk={Tk}), got {name}({attn_mask.seq_len_q}, {attn_mask.seq_len_kv})"
+        )
+    return Causal("bottom_right" if lower_right else "top_left")
 
 
 def _refuse_mixed(form: Form) -> None:

@@ -60,18 +60,22 @@ class PricesFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple:  # type: ignore[override]
         gamma, *given = ctx.saved_tensors
         needs = ctx.needs_input_grad[6:]
-        leaves = [t.detach().requires_grad_(need) for t, need in zip(given, needs, strict=True)]
-        marginals = Marginals(leaves[0], leaves[1], leaves[2], ctx.groups, ctx.complete)
-        form = ctx.form.with_tensors(dict(zip(ctx.slots, leaves[3:], strict=True)))
-        precision = 1e-9 if ctx.wide else 1e-13 if form.dtype == torch.float64 else 1e-6
-        x = _solve_linear(Stage(ctx.backend, form, marginals, ctx.wide), gamma, grad, precision, *ctx.limits)
-        with torch.enable_grad():
-            rows = one_sided(widened(form) if ctx.wide else form, gamma, marginals.live)
-            rows = dataclasses.replace(rows, value=per_head(rows, x))
-            sent = own_head(rows, ops.run(ctx.backend, rows, ("out",))["out"])
-            off = (marginals.row * sent).sum() - (marginals.target(gamma) * x).sum()
-            wanted = [leaf for leaf in leaves if leaf.requires_grad]
-            found = iter(torch.autograd.grad(off, wanted, allow_unused=True))
+
+        def pull(grad: Tensor) -> list[Tensor]:
+            leaves = [t.detach().requires_grad_(need) for t, need in zip(given, needs, strict=True)]
+            marginals = Marginals(leaves[0], leaves[1], leaves[2], ctx.groups, ctx.complete)
+            form = ctx.form.with_tensors(dict(zip(ctx.slots, leaves[3:], strict=True)))
+            precision = 1e-9 if ctx.wide else 1e-13 if form.dtype == torch.float64 else 1e-6
+            x = _solve_linear(Stage(ctx.backend, form, marginals, ctx.wide), gamma, grad, precision, *ctx.limits)
+            with torch.enable_grad():
+                rows = one_sided(widened(form) if ctx.wide else form, gamma, marginals.live)
+                rows = dataclasses.replace(rows, value=per_head(rows, x))
+                sent = own_head(rows, ops.run(ctx.backend, rows, ("out",))["out"])
+                off = (marginals.row * sent).sum() - (marginals.target(gamma) * x).sum()
+                wanted = [leaf for leaf in leaves if leaf.requires_grad]
+                return list(torch.autograd.grad(off, wanted, allow_unused=True, materialize_grads=True))
+
+        found = iter(ops.one_by_one(pull, (grad,)))
         return (None,) * 6 + tuple(next(found) if need else None for need in needs)
 
 
