@@ -66,12 +66,13 @@ template <class R> INLINE R dot(const R *a, const R *b, int64_t n) {
   constexpr int N = Simd<R>::N;
   Vec<R> even = {}, odd = {};
   int64_t d = 0;
-  for (; d + 2 * N <= n; d += 2 * N) even += load(a + d) * load(b + d), odd += load(a + d + N) * load(b + d + N);
-  for (; d + N <= n; d += N) even += load(a + d) * load(b + d);
+  for (; d + 2 * N <= n; d += 2 * N)
+    even = multiply_add(load(a + d), load(b + d), even), odd = multiply_add(load(a + d + N), load(b + d + N), odd);
+  for (; d + N <= n; d += N) even = multiply_add(load(a + d), load(b + d), even);
   even += odd;
   R total = 0;
   for (int i = 0; i < N; ++i) total += even[i];
-  for (; d < n; ++d) total += a[d] * b[d];
+  for (; d < n; ++d) total = multiply_add(a[d], b[d], total);
   return total;
 }
 // The same with a row of a tensor.

@@ -5,6 +5,11 @@
 #include <chrono>
 #if defined(_OPENMP)
 #include <omp.h>
+#elif defined(REGARD_LIBGOMP)
+extern "C" {  // libgomp's interface to compilers: what GCC makes of `omp parallel`
+void GOMP_parallel(void (*work)(void *), void *data, unsigned threads, unsigned flags);
+int omp_get_thread_num(void);
+}
 #elif defined(REGARD_STD_THREADS)
 #include <system_error>
 #include <thread>
@@ -39,6 +44,10 @@ bool halted() {
   return current->stopped.load(std::memory_order_relaxed);
 }
 
+#if defined(REGARD_LIBGOMP)
+template <class F> void on_team(void *work) { (*(F *)work)(omp_get_thread_num()); }
+#endif
+
 // f(job, thread) for each job, in any order on `threads` threads; no result may depend on which thread took what.
 // Thread 0 is the caller. A call that was stopped leaves out the jobs not yet begun.
 template <class F> void parallel(int64_t threads, int64_t jobs, F f) {
@@ -58,12 +67,15 @@ template <class F> void parallel(int64_t threads, int64_t jobs, F f) {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t job = 0; job < jobs; ++job) run(job, thread);
   }
-#elif defined(REGARD_STD_THREADS)
-  // Threads made for this call: dearer by some 20 microseconds each than OpenMP's, which wait for the next call.
+#elif defined(REGARD_LIBGOMP) || defined(REGARD_STD_THREADS)
   std::atomic<int64_t> next{0};
-  const auto work = [&](int64_t thread) {
+  auto work = [&](int64_t thread) {
     for (int64_t job; (job = next.fetch_add(1)) < jobs;) run(job, thread);
   };
+#if defined(REGARD_LIBGOMP)
+  GOMP_parallel(on_team<decltype(work)>, &work, (unsigned)threads, 0);
+#else
+  // Threads made for this call: dearer by some 20 microseconds each than OpenMP's, which wait for the next call.
   std::vector<std::thread> others;
   others.reserve(threads - 1);
   try {
@@ -72,6 +84,7 @@ template <class F> void parallel(int64_t threads, int64_t jobs, F f) {
   }
   work(0);
   for (std::thread &other : others) other.join();
+#endif
 #else
   for (int64_t job = 0; job < jobs; ++job) run(job, 0);
 #endif

@@ -138,7 +138,7 @@ template <class R, int FROM> struct Power {
   INLINE V rise(int n, V r) const {
     const V e = inverse[n] * vlog(vmax(all(TINY<R>), r)), f = power((R)LOG2E * e);
     const V series = e * ((R)1 + e * (R)0.5 * ((R)1 + e * (R)(1.0 / 3) * ((R)1 + e * (R)0.25 * ((R)1 + e * (R)0.2))));
-    const V f_less_1 = (e < (R)1e-2) & (e > (R)-1e-2) ? series : f - (R)1;  // f itself is too near 1 there
+    const V f_less_1 = ((e < (R)1e-2) & (e > (R)-1e-2)) ? series : f - (R)1;  // f itself is too near 1 there
     return -f_less_1 * r / f;
   }
   INLINE V headroom(int n, V mass) const {

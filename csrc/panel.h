@@ -272,8 +272,8 @@ bool step(const Problem &p, const Rows<R, NV> &rows, const Link &link, int64_t p
     }
     const V ratio = taken[n] / target, away = ratio - (R)1, distance = away < 0 ? -away : away;
     census.above &= !any((ratio < (R)1) & ~ledger.done[n]);
-    low = (ratio <= (R)1) & (h > low) ? h : low;
-    high = (ratio >= (R)1) & (h < high) ? h : high;
+    low = ((ratio <= (R)1) & (h > low)) ? h : low;
+    high = ((ratio >= (R)1) & (h < high)) ? h : high;
     V next = h + move;
     // One more step squares a distance this small, where the equation is straight; else go on until nothing moves.
     const V size = h < 0 ? -h : h, moved = move < 0 ? -move : move;
@@ -291,7 +291,7 @@ bool step(const Problem &p, const Rows<R, NV> &rows, const Link &link, int64_t p
     const V anchor = ledger.anchor[n];
     const V bound = (sure ? next : high) + (R)16 * EPS<R> * (size + Link::ORIGIN + (anchor < 0 ? -anchor : anchor));
     const V price = anchor - bound - Link::ORIGIN;
-    if (stride == 1) ledger.best[n] = ~ledger.done[n] & ~open & (price > ledger.best[n]) ? price : ledger.best[n];
+    if (stride == 1) ledger.best[n] = (~ledger.done[n] & ~open & (price > ledger.best[n])) ? price : ledger.best[n];
     ledger.h[n] = ledger.done[n] ? h : next;
     ledger.done[n] |= last | shut;
     settled &= !any(~ledger.done[n]);

@@ -146,7 +146,7 @@ template <class R, class F> INLINE void dots(const R *a, int64_t D, int64_t n, R
     for (int64_t d = 0; d < D; d += N) {
       const Vec<R> x = load(a + d);
 #pragma GCC unroll 4
-      for (int u = 0; u < 4; ++u) sum[u] += x * load(b[u] + d);
+      for (int u = 0; u < 4; ++u) sum[u] = multiply_add(x, load(b[u] + d), sum[u]);
     }
     add_lanes<R>(sum, to + t);
   }
@@ -168,7 +168,7 @@ template <class R, class F> INLINE void chains(const R *a, int64_t D, int64_t n,
           __m256 x[PAIRS];
           for (int u = 0; u < PAIRS; ++u) x[u] = _mm256_loadu_ps(b[half * PAIRS + u] + d);
           transpose8(x);
-          for (int u = 0; u < PAIRS; ++u) sum[half] += x[u] * _mm256_broadcast_ss(a + d + u);
+          for (int u = 0; u < PAIRS; ++u) sum[half] = _mm256_fmadd_ps(x[u], _mm256_broadcast_ss(a + d + u), sum[half]);
         }
       _mm256_storeu_ps(to + t, sum[0]), _mm256_storeu_ps(to + t + PAIRS, sum[1]);
       continue;
@@ -176,7 +176,7 @@ template <class R, class F> INLINE void chains(const R *a, int64_t D, int64_t n,
 #endif
     R sum[2 * PAIRS] = {};
     for (int64_t d = 0; d < D; ++d)
-      for (int u = 0; u < 2 * PAIRS; ++u) sum[u] += a[d] * b[u][d];
+      for (int u = 0; u < 2 * PAIRS; ++u) sum[u] = multiply_add(a[d], b[u][d], sum[u]);
     memcpy(to + t, sum, sizeof sum);
   }
 }

@@ -6,6 +6,8 @@
 #include <math.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace {
@@ -58,6 +60,37 @@ INLINE Vec<float> vmax(Vec<float> a, Vec<float> b) { return (Vec<float>)_mm256_m
 INLINE Vec<double> vmax(Vec<double> a, Vec<double> b) { return (Vec<double>)_mm256_max_pd((__m256d)a, (__m256d)b); }
 #else
 template <class V> INLINE V vmax(V a, V b) { return a > b ? a : b; }
+#endif
+
+// a b + c, rounded once where the machine can. For sums that must be equal to the last bit wherever they are made: which
+// products a compiler fuses by itself depends on what surrounds them (clang fuses none that is used twice).
+#if defined(__AVX512F__)
+INLINE Vec<float> multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
+  return (Vec<float>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+INLINE Vec<double> multiply_add(Vec<double> a, Vec<double> b, Vec<double> c) {
+  return (Vec<double>)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+}
+#elif defined(__FMA__)
+INLINE Vec<float> multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
+  return (Vec<float>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+INLINE Vec<double> multiply_add(Vec<double> a, Vec<double> b, Vec<double> c) {
+  return (Vec<double>)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+}
+#elif defined(__aarch64__)
+INLINE Vec<float> multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
+  return (Vec<float>)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+}
+INLINE Vec<double> multiply_add(Vec<double> a, Vec<double> b, Vec<double> c) {
+  return (Vec<double>)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
+}
+#else
+template <class V> INLINE V multiply_add(V a, V b, V c) { return a * b + c; }
+#endif
+#if defined(__FMA__) || defined(__aarch64__)
+INLINE float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+INLINE double multiply_add(double a, double b, double c) { return __builtin_fma(a, b, c); }
 #endif
 
 template <class M> INLINE bool any(M mask) {
@@ -284,7 +317,8 @@ struct F16 { uint16_t bits; };
 template <class R> INLINE R widen(R x) { return x; }
 INLINE float widen(Bf16 x) { return widen_bf16(x.bits); }
 INLINE float widen(F16 x) { return widen_f16(x.bits); }
-template <class R> INLINE Vec<R> load_wide(const R *p) { return load(p); }
+INLINE Vec<float> load_wide(const float *p) { return load(p); }
+INLINE Vec<double> load_wide(const double *p) { return load(p); }
 INLINE Vec<float> load_wide(const Bf16 *p) {
   typedef uint16_t Half __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
   typedef uint32_t Whole __attribute__((vector_size(BYTES)));

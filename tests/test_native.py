@@ -668,8 +668,7 @@ def test_links_rows_of_one_key_have_no_gradient(alpha):
         alone = aux.support[0, 0] == 1
         assert alone.sum() > 20
         dq, dk = torch.autograd.grad(out[0, 0, alone].square().sum(), (q, k))
-        scale = out.detach().square().sum(-1).max()
-        assert dq.abs().max() < 1e-7 * scale and dk.abs().max() < 300 * 1e-7 * scale
+        assert not dq.any() and not dk.any(), isa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
