@@ -47,7 +47,9 @@ static const Engine *choose() {
   if (!forced || !*forced) return engines[0];
   for (const Engine *e : engines)
     if (!std::strcmp(e->name, forced)) return e;
-  throw std::runtime_error(std::string("REGARD_ISA: this machine has no ") + forced);
+  std::string names;
+  for (const Engine *e : engines) names += (names.empty() ? "" : ", ") + std::string(e->name);
+  throw std::runtime_error("REGARD_ISA: expected an instruction set of this machine (" + names + "), got " + forced);
 }
 
 static const Engine *engine = nullptr;

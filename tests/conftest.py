@@ -1,6 +1,8 @@
-"""REGARD_ENGINE=path tests another build of the native engine than the one installed (`make sanitize` does).
+"""REGARD_ENGINE=path tests another build of the native engine than the installed one (`make sanitize`, `make clang`).
 
-Tests of the engine's memory ask for the fixtures `isa` and `poison`.
+Tests of the kernels use the fixture `isa`, which runs them on each instruction set of this machine, and `poison`, which
+fills fresh memory with NaN. In a module that tests several backends, `pytestmark = pytest.mark.each_isa` runs the cases
+with a parameter "native" on each instruction set, and all others once.
 """
 
 import importlib.util
@@ -47,6 +49,25 @@ def isa(request):
         engine.use(request.param)
     yield request.param
     engine.use(before)
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", 'each_isa: cases with a parameter "native" run on each instruction set')
+
+
+def pytest_generate_tests(metafunc):
+    if ISAS and metafunc.definition.get_closest_marker("each_isa") and "isa" not in metafunc.fixturenames:
+        metafunc.fixturenames.append("isa")
+        metafunc.parametrize("isa", ISAS, indirect=True)
+
+
+def pytest_collection_modifyitems(items):
+    def wanted(item):
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        native = any(isinstance(value, str) and value == "native" for value in parameters.values())
+        return native or not item.get_closest_marker("each_isa") or parameters.get("isa") in (None, ISAS[0])
+
+    items[:] = [item for item in items if wanted(item)]
 
 
 @pytest.fixture

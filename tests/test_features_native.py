@@ -14,7 +14,7 @@ from test_features import MAPS, D, close, definition, seeded, tensors
 
 pytestmark = [
     pytest.mark.skipif(native._extension()[0] is None, reason="the native engine was not built"),
-    pytest.mark.usefixtures("poison"),
+    pytest.mark.usefixtures("isa", "poison"),
 ]
 
 # Tq, Tk, H, Hkv, Dv: within a chunk (48 rows) and over several, over blocks (384), keys before, too few, odd sizes
@@ -33,7 +33,7 @@ def like(t: Tensor, *shape: int) -> Tensor:
 
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_equal_to_the_definition(name, causal, isa):
+def test_equal_to_the_definition(name, causal):
     module = MAPS[name]()
     for Tq, Tk, H, Hkv, Dv in SHAPES:
         q, k, v = tensors(Tq, Tk, H=H, Hkv=Hkv, Dv=Dv)

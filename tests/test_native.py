@@ -1024,6 +1024,16 @@ def test_a_named_isa_is_used(isa):
     assert found.stdout.strip() == isa
 
 
+def test_an_isa_that_is_not_there_raises():
+    code = "import torch, regard; q = torch.zeros(1, 1, 1, 8); regard.attention(q, q, q)"
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"REGARD_ISA": "z80"}, capture_output=True, text=True
+    )
+    assert found.returncode != 0
+    assert "ValueError: REGARD_ISA: expected an instruction set of this machine (" in found.stderr, found.stderr
+    assert found.stderr.rstrip().endswith("baseline), got z80")
+
+
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [

@@ -62,6 +62,8 @@ def _extension() -> tuple[Any, str]:
 
             _loaded = _native, ""
         except ImportError as error:
+            if "REGARD_ISA" in str(error):  # asked for by name: no other backend takes its place
+                raise ValueError(str(error)) from None
             missing = importlib.util.find_spec("regard._native") is None
             reason = "was not built (no C++ compiler at installation?)" if missing else f"does not load: {error}"
             _loaded = None, f"the native engine {reason}"
