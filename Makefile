@@ -8,17 +8,20 @@ MINUTES ?= 2
 PY := .venv/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --constraint constraints.txt --no-build-isolation
 
+CLANG ?= clang++
+
 comma := ,
-# $(call instrumented,name,sanitizers,threads): an engine in build/name
-instrumented = .venv/bin/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv/bin/ninja \
-  -DPython_EXECUTABLE=$(CURDIR)/$(PY) -DREGARD_SANITIZE=$(2) -DREGARD_THREADS=$(3) >/dev/null && \
-  .venv/bin/cmake --build build/$(1) -j $(JOBS)
-# $(call under,name): the environment in which that engine is tested
-under = OMP_NUM_THREADS=2 REGARD_ENGINE=$$(ls $(CURDIR)/build/$(1)/_native*.so) \
+# $(call engine,name,options): another engine than the installed one, in build/name, configured with CMake's options
+engine = .venv/bin/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv/bin/ninja \
+  -DPython_EXECUTABLE=$(CURDIR)/$(PY) $(2) >/dev/null && .venv/bin/cmake --build build/$(1) -j $(JOBS)
+# $(call testing,name): the environment in which that engine is tested
+testing = REGARD_ENGINE=$$(ls $(CURDIR)/build/$(1)/_native*.so)
+# $(call under,name): the same with its sanitizer
+under = OMP_NUM_THREADS=2 $(call testing,$(1)) \
   LD_PRELOAD="$$($(CXX) -print-file-name=lib$(if $(filter address,$(1)),a,t)san.so) $$($(CXX) -print-file-name=libstdc++.so)"
 KERNELS := $(PY) -m pytest -q -x --capture=no -p no:cacheprovider tests/test_native.py tests/test_features_native.py
 
-.PHONY: help demo tour test grid fuzz sanitize bench bench-full bench-models lint format docs lock clean
+.PHONY: help demo tour test grid converge fuzz sanitize clang bench bench-full bench-models lint format docs lock clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -36,6 +39,9 @@ test: .venv/tests  ## all tests
 grid: .venv/tests  ## every point of the sweep over PyTorch's own attention, of which `make test` runs a sample
 	REGARD_GRID=all OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal tests/test_sdpa_grid.py
 
+converge: .venv/tests  ## how often two-sided plans converge: 1,000 random problems for each temperature and backend
+	@$(PY) benchmarks/convergence.py
+
 fuzz: .venv/tests  ## random problems on the native engine against the definition, for MINUTES
 	$(PY) tests/fuzz.py --minutes $(MINUTES)
 
@@ -44,12 +50,17 @@ fuzz: .venv/tests  ## random problems on the native engine against the definitio
 # instrumented, so the runtime is preloaded, and what Python and PyTorch do among themselves is not looked at.
 # setarch -R: the thread sanitizer wants memory where it always was.
 sanitize: .venv/tests  ## the kernels' tests under the address, undefined-behaviour and thread sanitizers
-	@$(call instrumented,address,address$(comma)undefined,openmp)
-	@$(call instrumented,thread,thread,std)
+	@$(call engine,address,-DREGARD_SANITIZE=address$(comma)undefined -DREGARD_THREADS=openmp)
+	@$(call engine,thread,-DREGARD_SANITIZE=thread -DREGARD_THREADS=std)
 	env $(call under,address) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  $(KERNELS) -k 'not fork and not named_isa and not threads_do_not'
 	setarch -R env $(call under,thread) TSAN_OPTIONS='ignore_noninstrumented_modules=1 halt_on_error=1' \
 	  $(KERNELS) -k 'threads_do or several'
+
+clang: .venv/tests  ## the native engine built with clang (CLANG=path), and the kernels' tests
+	@$(call engine,clang,-DCMAKE_CXX_COMPILER=$(CLANG))
+	OMP_NUM_THREADS=1 $(call testing,clang) $(PY) -m pytest -q -n $(JOBS) --dist worksteal \
+	  tests/test_native.py tests/test_features_native.py tests/test_reading.py tests/test_invalid.py
 
 bench: .venv/peers  ## the quick benchmarks, a few minutes; each checks its results before it times them
 	@$(PY) benchmarks/run.py
