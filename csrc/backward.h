@@ -185,7 +185,7 @@ void pull(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t first, i
           store(s.kept + at, w[u] * kept);
         }
         V g = w[u] * (utility - a - b * t[u]);
-        if (ZERO) g = w[u] > 0 ? g : V{};  // a key that is not read may hold anything
+        if (ZERO) g = w[u] == 0 ? V{} : g;  // a key that is not read may hold anything; a NaN weight stays
         store(s.x + at, w[u]), store(s.u + at, g);
       }
     };
@@ -212,7 +212,7 @@ void pull(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t first, i
         const V g = load(s.u + at), ds = g * r.inverse_tau[n];
         r.sum_g[n] += g;
         if (p.row_gs) {
-          const V w = load(s.x + at), score = w > 0 ? load(s.score + at) : V{};
+          const V w = load(s.x + at), score = w == 0 ? V{} : load(s.score + at);
           r.sum_gs[n] += g * score, r.sum_ps[n] += w * score;
         }
         if (p.row_gd) {
@@ -244,7 +244,7 @@ void pull(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t first, i
   if (terms.capped)
     for (int64_t at = 0; at < keys * L; at += N) store(s.u + at, load(s.u + at) * load(s.slope + at));
   if (live && terms.capped)
-    for (int64_t at = 0; at < keys * L; at += N) store(s.u + at, load(s.x + at) > 0 ? load(s.u + at) : V{});
+    for (int64_t at = 0; at < keys * L; at += N) store(s.u + at, load(s.x + at) == 0 ? V{} : load(s.u + at));
   if (p.dk) scatter<R, L>(s.u, r.q, padded<R>(p.D), keys, dk);
   if (p.dq)
     each_run(live, keys, [&](int64_t from, int64_t to) {
@@ -347,6 +347,8 @@ void pull_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv, int
           const int64_t at = chunk * p.B * p.H * p.Tq + r.rows.flat(p, i);
           const bool remote = linked && r.remote[i / N][i % N];
           dq[i] = (R *)p.dq + at * p.D, factor[i] = remote ? 0 : (R)p.scale / r.rows.temperature[i];
+          const R peak = r.peak[i / N][i % N];
+          if (peak != peak) factor[i] = peak;  // an invalid row, even if all of its weights are 0
           put(p.row_dot, at, r.dot[i]);
           put(p.row_g, at, remote ? 0 : (R)r.sum_g[i / N][i % N]);
           put(p.row_gp, at, linked ? r.sum_gp[i / N][i % N] : r.sum_g[i / N][i % N]);

@@ -276,9 +276,15 @@ void finish(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, const
     };
     const V m = state.m[n], l = state.l[n], c = rows.c[n];
     const V tau = load(rows.temperature + n * N), level = load(rows.level + n * N);
-    const M keys = (m > -INF<R>) | (m != m);
+    // A row is invalid if a weight is NaN (which the largest x need not show), or if all of its scores are -inf: 0/0.
+    M invalid = l != l;
+    if (const M lowest = (m <= LOWEST<R>) & (l > 0); p.marginal == regard::ROWS && any(lowest))
+      for (int i = 0; i < lanes; ++i)  // at the lowest number: from a mask, or from the query
+        if (lowest[i] && (m[i] == -INF<R> || !rows.finite(p.query, p.D, n * N + i))) invalid[i] = -1;
+    const V nan = all(NOT_A_NUMBER<R>);
+    const M keys = (m > -INF<R>) | invalid;
     // The distribution: 2^(x - top) / total, the null key included.
-    const V null_x = sink ? level * c : nothing, top = (m > null_x) | (m != m) ? m : null_x;
+    const V null_x = sink ? level * c : nothing, top = invalid ? nan : m > null_x ? m : null_x;
     const V real = keys ? (sink ? exp2(m - top) : (R)1 + (m - top)) : zero;  // without a sink 1, or NaN
     const V null = sink ? exp2(null_x - top) : zero;
     const V total = l * real + null, log_total = log2(total);
@@ -308,7 +314,7 @@ void finish(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, const
       value = (tau + level) * sent - tau * prior_mass - level;
     } else if (p.marginal == regard::FREE) {
       dual = -level, peak = zero, rest = -level * c;
-      factor = keys ? exp2(m + level * c) : zero;
+      factor = invalid ? nan : keys ? exp2(m + level * c) : zero;
       value = tau * (factor * l - prior_mass);
     }
     store(share + n * N, factor);
@@ -343,13 +349,13 @@ void finish(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, const
       }
     }
     const V high = state.high[n];
-    put(p.max_scores, terms.prior ? state.top[n] : keys ? high / c : nothing);
+    put(p.max_scores, invalid ? nan : terms.prior ? state.top[n] : keys ? high / c : nothing);
     if (p.max_weight) {
-      const V weight = keys ? factor * exp2(high - m) : factor;
-      put(p.max_weight, weight > null_part ? weight : null_part);
+      const V weight = keys ? factor * exp2(high - m) : factor;  // vmax: NaN stays
+      put(p.max_weight, vmax(null_part, weight));
     }
     put(p.collision, factor * factor * state.collision[n] + null_part * null_part);
-    put(p.support, state.count[n]);
+    put(p.support, invalid ? nan : state.count[n]);
     if (p.first_key_mass) put(p.first_key_mass, keys ? factor * exp2(state.first[n] - m) : zero);
     put(p.mass_sent, factor * l);
     put(p.spread, factor * state.spread[n]);

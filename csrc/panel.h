@@ -755,10 +755,10 @@ void keep(const Problem &p, const Rows<R, NV> &rows, const Sheet<R, NV> &s, cons
   if (room) lists.ends()[L] = (int32_t)n;
 }
 
-// From sums to results, one row at a time: statistics.py's definitions.
+// From sums to results, one row at a time: statistics.py's definitions. `read`: each row may read some key.
 template <class R, int NV, class Link>
 void finish_link(const Problem &p, const Terms &terms, const Asked &want, const Rows<R, NV> &rows, const Link &link,
-                 const Ledger<R, NV> &ledger, R *share, R *tilt_share) {
+                 const Ledger<R, NV> &ledger, bool read, R *share, R *tilt_share) {
   constexpr int N = Simd<R>::N;
   using V = Vec<R>;
   for (int i = 0; i < rows.n; ++i) {
@@ -769,7 +769,20 @@ void finish_link(const Problem &p, const Terms &terms, const Asked &want, const 
     const bool free = p.marginal == regard::FREE, sink = p.marginal == regard::SINK;
     const bool relax = p.marginal == regard::RELAX;
     const R top = ledger.top[n][lane];
-    const bool remote = ledger.remote[n][lane], keys = top > -INF<R> || top != top;
+    // A NaN among the weights, or no score above -inf (which a mask may bring to the lowest number): 0/0.
+    bool invalid = mass != mass || top != top;
+    if (p.marginal == regard::ROWS && top <= LOWEST<R>)
+      invalid |= top == -INF<R> ? read : !rows.finite(p.query, p.D, i);
+    if (invalid) {
+      const int64_t results[] = {p.dual, p.peak, p.rest, p.mass_sent, p.entropy, p.tilt_log, p.kl, p.score_variance,
+                                 p.cost, p.free_energy, p.max_scores, p.max_weight, p.collision, p.support,
+                                 p.first_key_mass, p.spread};
+      share[i] = tilt_share[i] = NOT_A_NUMBER<R>;
+      for (int64_t result : results) put(result, at, share[i]);
+      if (free) put(p.dual, at, -level);  // which is given
+      continue;
+    }
+    const bool remote = ledger.remote[n][lane], keys = top > -INF<R>;
     const bool some = free || remote || h > -INF<R> || h != h;
     R null = 0, null_w = 0, null_x = 0;
     if (sink) {
@@ -783,7 +796,6 @@ void finish_link(const Problem &p, const Terms &terms, const Asked &want, const 
     // What rounding of the price left over is shared in proportion.
     const R all_mass = mass + null;
     R scale = (free || relax || !(all_mass > 0)) ? 1 : (R)p.mass / all_mass;
-    if (top != top) scale = top;  // NaN in, NaN out
     share[i] = scale;
     put(p.dual, at, dual);
     put(p.peak, at, remote ? INF<R> : some ? anchor : -INF<R>), put(p.rest, at, remote ? (R)ledger.share[n][lane] : h);
@@ -879,7 +891,7 @@ void attend_link(const Problem &p, const Terms &terms, const Asked &want, const 
       if (want.tilt) gather<R, NV>(s.w + from * L, v + from * stride, stride, to - from, p.Dv, s.tilt_t);
     });
   };
-  bool listed = false, may_list = p.marginal != regard::RELAX;
+  bool listed = false, may_list = p.marginal != regard::RELAX, read = false;
   Census census;
   bool screened = false;
   int64_t next_stage = STAGE;
@@ -888,6 +900,7 @@ void attend_link(const Problem &p, const Terms &terms, const Asked &want, const 
     R *x = s.x + s.rows * L, *gate = s.prior ? s.prior + s.rows * L : s.gate;
     const Gate open = open_gate(p, terms, rows, first, keys, gate, s.bias, s.spare, s.live + s.rows);
     if (open == CLOSED) continue;
+    read |= open == OPEN;
     score_block(p, terms, rows, first, keys, open == PARTLY ? gate : nullptr, s, x, ledger.top);
     if constexpr (Link::PRICED)
       if (!free) bid(p, link, keys, x, s.prior ? gate : nullptr, ledger);
@@ -947,7 +960,7 @@ void attend_link(const Problem &p, const Terms &terms, const Asked &want, const 
         for (int64_t g = 0; g < s.n_segments; ++g) ship(s.segments[g]);
     }
   R share[L], tilt_share[L];
-  finish_link<R, NV, Link>(p, terms, want, rows, link, ledger, share, tilt_share);
+  finish_link<R, NV, Link>(p, terms, want, rows, link, ledger, read, share, tilt_share);
   if (!p.out) return;
   R *out[L], *tilt[L];
   for (int i = 0; i < rows.n; ++i)

@@ -119,6 +119,12 @@ template <class R, int NV> struct Rows {
       for (int64_t d = 0; d < D; ++d) to[d * L + i] = 0;
   }
 
+  bool finite(const Tensor &t, int64_t D, int lane) const {
+    R sum = 0;
+    for (int64_t d = 0; d < D; ++d) sum += 0 * element<R>(t.data, t.type, at(t, lane) + d * t.s3);
+    return sum == 0;
+  }
+
   // The rows as they are: to[lane][d] = t[row][d] * factor; 0 in lanes without a row and beyond D. `to` has rows of `stride`.
   template <class F> void gather_rows(const Tensor &t, int64_t D, R *to, int64_t stride, F factor) const {
     memset(to, 0, L * stride * sizeof(R));
@@ -211,7 +217,7 @@ Gate open_gate(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, in
   bool open = false;
   for (int64_t j = 0; j < keys; ++j) {
     M some = {};
-    for (int n = 0; n < NV; ++n) some |= load(gate + j * L + n * N) > -INF<R>;
+    for (int n = 0; n < NV; ++n) some |= load(gate + j * L + n * N) != -INF<R>;  // a NaN is read, too
     open |= live[j] = any(some);
   }
   return open ? PARTLY : CLOSED;
@@ -255,6 +261,7 @@ void dress(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, int64_
       }
       if (gate) {
         const V g = load(gate + at);
+        if (apart) s = g == g ? s : g;  // a prior that is NaN stays visible
         s = g == -INF<R> ? g : vmax(all(LOWEST<R>), apart ? s : s + g);
       }
       store(x + at, s);

@@ -147,6 +147,7 @@ template <class R> INLINE void add_lanes(const Vec<R> (&x)[4], R *to) {
 }
 
 template <class R> constexpr R INF = (R)__builtin_inf();
+template <class R> constexpr R NOT_A_NUMBER = (R)__builtin_nan("");
 template <class R> constexpr R LOWEST = sizeof(R) == 4 ? (R)-3.402823466e38 : (R)-1.7976931348623157e308;
 constexpr double LOG2E = 1.4426950408889634074, LN2 = 0.69314718055994530942;
 
@@ -154,17 +155,18 @@ constexpr double LOG2E = 1.4426950408889634074, LN2 = 0.69314718055994530942;
 // below 2^-126, for any t; else t must be at least -126.
 template <bool ZERO, int U> INLINE void vexp2(const Vec<float> (&t)[U], Vec<float> (&p)[U]) {
   using M = Mask<float>;
-  using Bits = uint32_t __attribute__((vector_size(sizeof(M))));  // unsigned: what is shifted and added may wrap around
+  using Bits = uint32_t __attribute__((vector_size(sizeof(M))));  // unsigned: what is shifted may wrap around
   Vec<float> shifted[U], f[U];
 #define EACH _Pragma("GCC unroll 8") for (int u = 0; u < U; ++u)
-  EACH shifted[u] = t[u] + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are t rounded to an integer
-  EACH f[u] = t[u] - (shifted[u] - 12582912.0f);
+  // 1.5 * 2^23 + 127: the sum's low bits are t rounded to an integer, as a float's exponent has it.
+  EACH shifted[u] = t[u] + 12583039.0f;
+  EACH f[u] = t[u] - (shifted[u] - 12583039.0f);
   EACH p[u] = f[u] * 0.001326471498823669f + 0.009671513510714606f;
   EACH p[u] = p[u] * f[u] + 0.05550733783773515f;
   EACH p[u] = p[u] * f[u] + 0.24022242066381747f;
   EACH p[u] = p[u] * f[u] + 0.6931469775710566f;
   EACH p[u] = p[u] * f[u] + 1.0f;
-  EACH p[u] = (Vec<float>)((Bits)p[u] + ((Bits)shifted[u] << 23));
+  EACH p[u] *= (Vec<float>)((Bits)shifted[u] << 23);  // a product: adding to the bits would make a number of a NaN
   if (ZERO) EACH p[u] = (Vec<float>)((M)p[u] & ~(t[u] < -126.0f));
 #undef EACH
 }

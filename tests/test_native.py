@@ -1038,6 +1038,7 @@ def test_an_isa_that_is_not_there_raises():
     ("problem", "reason"),
     [
         (Transport(temperature=0.0), "temperature 0"),
+        (Transport(temperature=1e-38), "temperature below 1e-30"),
         (Transport(FermiDirac(), marginal=Rows(mass=2.0)), "free marginal only"),
         (Transport(prior=math.prod((Bias(torch.zeros(1)) for _ in range(4)), start=Bias(torch.zeros(1)))), "at most 4"),
     ],

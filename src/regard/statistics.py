@@ -192,8 +192,9 @@ def lse(rows: Solution) -> Tensor:
     top = x.detach().amax(-1, keepdim=True)
     top = torch.where(top == -math.inf, 0.0, top)  # a row without keys: log 0, and a gradient of 0
     total = (x - top).exp().sum(-1, keepdim=True)
-    total_log = torch.where(total > 0, total, 1.0).log()
-    return torch.where(total > 0, total_log + top, -math.inf).squeeze(-1)
+    none = total <= 0  # false for NaN, which stays
+    total_log = torch.where(none, 1.0, total).log()
+    return torch.where(none, -math.inf, total_log + top).squeeze(-1)
 
 
 def dual(rows: Solution) -> Tensor:
@@ -256,8 +257,8 @@ def _without_keys(rows: Solution, result: Tensor) -> Tensor:
 def entropy(rows: Solution) -> Tensor:
     """-sum_j p_j log p_j."""
     p = rows.distribution()
-    positive = p > 0
-    return -torch.where(positive, p * torch.where(positive, p, 1.0).log(), 0.0).sum(-1)
+    none = p <= 0  # false for NaN, which stays
+    return -torch.where(none, 0.0, p * torch.where(none, 1.0, p).log()).sum(-1)
 
 
 def kl(rows: Solution) -> Tensor:
@@ -265,10 +266,10 @@ def kl(rows: Solution) -> Tensor:
     p = rows.distribution()
     log_prior = torch.zeros_like(rows.scores) if rows.log_prior is None else rows.log_prior.expand_as(rows.scores)
     log_prior = rows.with_null(log_prior, torch.zeros_like(rows.dual))
-    positive = p > 0
-    total = torch.where(positive, p * (torch.where(positive, p, 1.0).log() - log_prior), 0.0).sum(-1)
+    none = p <= 0  # false for NaN, which stays
+    total = torch.where(none, 0.0, p * (torch.where(none, 1.0, p).log() - log_prior)).sum(-1)
     log_mass = rows.log_prior_mass().squeeze(-1)
-    return torch.where(p.sum(-1) > 0, total + log_mass, 0.0).clamp(min=0)
+    return torch.where(p.sum(-1) <= 0, 0.0, total + log_mass).clamp(min=0)
 
 
 def max_scores(rows: Solution) -> Tensor:
@@ -303,14 +304,14 @@ def collision(rows: Solution) -> Tensor:
 
 def support(rows: Solution) -> Tensor:
     """Number of keys with p > 0, of the exact plan: under KL and Fermi-Dirac every admissible key has some."""
-    counted = (rows.weights > 0).to(rows.weights.dtype).sum(-1)
-    if rows.form.family not in ("kl", "fermi_dirac"):
-        return counted
-    admissible = rows.where_admissible(torch.ones_like(rows.weights), 0.0).sum(-1)
-    if not rows.form.hard:
-        return admissible
-    cold = torch.as_tensor(rows.form.temperature, device=counted.device) == 0
-    return torch.where(cold.squeeze(-1) if cold.dim() else cold, counted, admissible)
+    weights = rows.weights
+    count = (weights > 0).to(weights.dtype).sum(-1)
+    if rows.form.family in ("kl", "fermi_dirac"):
+        counted, count = count, rows.where_admissible(torch.ones_like(weights), 0.0).sum(-1)
+        if rows.form.hard:
+            cold = torch.as_tensor(rows.form.temperature, device=count.device) == 0
+            count = torch.where(cold.squeeze(-1) if cold.dim() else cold, counted, count)
+    return torch.where(weights.isnan().any(-1), math.nan, count)
 
 
 def first_key_mass(rows: Solution) -> Tensor:

@@ -135,6 +135,8 @@ def unsupported(form: Form, names: tuple[str, ...]) -> str | None:
         return "has Fermi-Dirac with a free marginal only"
     if form.hard:
         return "has no temperature 0"
+    if isinstance(form.temperature, float) and form.temperature < 1e-30 and form.dtype == torch.float32:
+        return "has no temperature below 1e-30 in float32 (scores would overflow)"
     if len(form.log_priors) > _PRIORS:
         return f"multiplies at most {_PRIORS} biases (got {len(form.log_priors)})"
     if form.first_query or form.first_key:
@@ -299,7 +301,7 @@ def _readable(form: Form) -> Tensor:
         read = read & (position < Tq + form.right)
     for tensor in (form.mask, form.score_bias, *form.log_priors):
         if tensor is not None:
-            keys = (tensor if tensor.dtype == torch.bool else tensor > -math.inf).any(2)
+            keys = (tensor if tensor.dtype == torch.bool else tensor != -math.inf).any(2)
             if keys.shape[1] > heads:
                 keys = keys.unflatten(1, (heads, -1)).any(2)
             read = read & keys[..., None]
@@ -538,7 +540,7 @@ def _link_gradient(
     if form.marginal == "sink":
         # y, p and w of the null key, and its advantage: it has no value, so only the entropy may want it.
         y = ((alpha - 1) * (level - dual) / tau).clamp(min=0)
-        inside, y = y > 0, torch.where(y > 0, y, 1.0)
+        inside, y = ~(y <= 0), torch.where(y <= 0, 1.0, y)  # NaN stays
         p = y ** (1 / (alpha - 1))
         advantage = -baseline
         if "entropy" in grads:

@@ -163,10 +163,15 @@ def solve_rows(form: Form, scores: Tensor, mu: Tensor | None = None, order: int 
     full = _full_rows(rows.detached())
     rows = rows.without_common_prior()
     anchor, first_price = _anchor(rows.detached())
+    if form.marginal == "rows":  # keys to read, and no score above -inf: 0/0
+        read = torch.ones_like(anchor, dtype=torch.bool) if admissible is None else admissible.any(-1, keepdim=True)
+        anchor = torch.where((anchor == -math.inf) & read, math.nan, anchor)
     idle = anchor == -math.inf if full is None else (anchor == -math.inf) | full  # no price makes a difference
     rows.anchor = torch.where(idle, 0.0, anchor)
     # Not below what a temperature can divide: a mask of the lowest number must not meet 0 * inf in a derivative.
-    rows.scores = (scores - rows.anchor).clamp(min=-torch.finfo(scores.dtype).max * 1e-10)
+    # (Not clamp, whose derivative at NaN is 0.)
+    lowest, rows.scores = -torch.finfo(scores.dtype).max * 1e-10, scores - rows.anchor
+    rows.scores = torch.where(rows.scores < lowest, lowest, rows.scores)
 
     if form.marginal == "free":
         mu = rows.origin - form.level - rows.anchor - rows.shift
@@ -180,15 +185,18 @@ def solve_rows(form: Form, scores: Tensor, mu: Tensor | None = None, order: int 
     for _ in range(order if form.marginal != "free" else 0):
         taken, target, slope = rows.sides(mu)
         slope = slope.detach() if order == 1 else slope  # it multiplies taken - target = 0
-        moves = (slope > 0) & slope.isfinite() & taken.isfinite() & target.isfinite() & ~idle
+        slope = torch.where(taken.isnan(), math.nan, slope)  # a row with a NaN: so is its derivative
+        moves = ~((slope <= 0) | slope.isinf() | taken.isinf() | target.isinf() | idle)
         step = torch.where(moves, rows.temperature * (taken - target) / torch.where(moves, slope, 1.0), 0.0)
         mu = mu + (step - step.detach())  # only its derivative: the search has gone as far as rounding allows
 
     p, null = rows.weights(mu), rows.null(mu)
-    if form.marginal in ("rows", "sink"):  # what rounding of the price left over is shared in proportion
-        taken = p.detach().sum(-1, keepdim=True) + (0.0 if null is None else null.detach())
-        share = torch.where((taken > 0) & taken.isfinite() & ~idle, form.mass / taken, 1.0)
-        p, null = p * share, None if null is None else null * share
+    # What rounding of the price left over is shared in proportion. One NaN makes the row's share NaN, and so all of its
+    # weights and their derivatives: a link's own derivative there may be a number.
+    taken = p.detach().sum(-1, keepdim=True) + (0.0 if null is None else null.detach())
+    exact = (taken <= 0) | taken.isinf() | idle if form.marginal in ("rows", "sink") else ~taken.isnan()
+    share = torch.where(exact, 1.0, form.mass / taken)
+    p, null = p * share, None if null is None else null * share
     dual = rows.dual(mu)
     if form.marginal != "free":
         dual = torch.where(idle, -math.inf, dual)
@@ -199,7 +207,7 @@ def solve_rows(form: Form, scores: Tensor, mu: Tensor | None = None, order: int 
     if rates:  # 0 where the plan cannot move: no keys, all keys full, hard routing
         w, slack = rows.rates(mu)
         still = idle if cold is None else idle | cold
-        solution.rates = torch.where(still, 0.0, w)
+        solution.rates = torch.where(still, 0.0, torch.where(taken.isnan(), taken, w))
         solution.slack = None if slack is None else torch.where(still, 0.0, slack)
     return solution if cold is None else _hard_rows(solution, cold)
 
@@ -302,7 +310,7 @@ def _search(rows: Balance, start: Tensor, idle: Tensor) -> Tensor:
         # A step this small squares the error, where the equation is as straight as the second condition says.
         last = ((newton - mu).abs() <= eps**0.75 * tau) & ((ratio - 1).abs() < 0.1 * eps**0.5)
         following = torch.where(last, newton, following)
-        done = idle | last | (taken == target) | (high - low <= 2 * eps * mu.abs())
+        done = idle | last | (taken == target) | (high - low <= 2 * eps * mu.abs()) | taken.isnan() | target.isnan()
         mu = torch.where(idle | (taken == target), mu, following)
         if _settled(done):
             break
@@ -323,6 +331,7 @@ def _hard_rows(rows: Solution, cold: Tensor) -> Solution:
     top = rows.where_admissible(scores, -math.inf).amax(-1, keepdim=True)
     if rows.null is not None:
         top = torch.maximum(top, level)
+    cold = cold & ~top.isnan()  # such a row stays NaN
     best = rows.where_admissible((scores == top).to(scores.dtype), 0.0)
     count = best.sum(-1, keepdim=True)
     mass = torch.full_like(top, rows.form.mass)
