@@ -8,10 +8,31 @@ with a parameter "native" on each instruction set, and all others once.
 import importlib.util
 import math
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-import torch  # before the engine: its OpenMP runtime is the one that the engine finds
+
+
+def _tame_amx():
+    """Keep PyTorch from AMX where the processor announces its instructions and then refuses them.
+
+    Some virtual machines do: there, PyTorch's own products in bfloat16 end the process with SIGILL. A process of its
+    own finds out; oneDNN reads the variable when PyTorch first uses it, and test workers inherit it."""
+    name, flags = "ONEDNN_MAX_CPU_ISA", Path("/proc/cpuinfo")
+    if name in os.environ or not flags.exists() or "amx_bf16" not in flags.read_text():
+        return
+    code = "import torch; x = torch.ones(256, 256, dtype=torch.bfloat16); x @ x"
+    if subprocess.run([sys.executable, "-c", code], capture_output=True).returncode < 0:
+        os.environ[name] = "AVX512_CORE_BF16"
+    else:
+        os.environ[name] = "DEFAULT"  # looked at already
+
+
+_tame_amx()
+
+import torch  # noqa: E402 - before the engine: its OpenMP runtime is the one that the engine finds
 
 if path := os.environ.get("REGARD_ENGINE"):
     spec = importlib.util.spec_from_file_location("regard._native", path)

@@ -47,6 +47,7 @@ jax.config.update("jax_enable_x64", True)
 F64 = torch.float64
 BACKENDS = ["torch", *(["native"] if native._extension()[0] is not None else [])]
 by_backend = pytest.mark.parametrize("backend", BACKENDS)
+pytestmark = pytest.mark.each_isa
 
 
 def draw(*shape, seed=0, dtype=F64, grad=False):

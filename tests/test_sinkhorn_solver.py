@@ -24,6 +24,7 @@ from regard.sinkhorn.stage import Laplacian, Stage
 F64 = torch.float64
 BACKENDS = ["torch", *(["native"] if native._extension()[0] is not None else [])]
 by_backend = pytest.mark.parametrize("backend", BACKENDS)
+pytestmark = pytest.mark.each_isa
 
 
 def draw(*shape, seed=0):
