@@ -13,6 +13,7 @@ import regard
 from regard import KL, ALiBi, Causal, FDivergence, Rows, RowsAndColumns, Transport, Tsallis
 from regard.features import LinearAttention, Performer, ReLUFeatures
 from regard.nn import MultiheadAttention, Temperature, Transformer
+from regard.nn.declared import built
 from regard.nn.transformer import Block
 from regard.nn.variants import VARIANTS, mask_to_zero, no_mask, no_scaling, no_shift, raw_dot_products, relu_features
 
@@ -548,12 +549,12 @@ def test_a_module_that_holds_a_transport_can_be_copied(copied):
 
 def test_conversions_reach_the_tensors_of_a_transport():
     module, _ = held()
-    problem = module.to(torch.bfloat16).problem()
+    problem = built(module.to(torch.bfloat16).problem)
     assert problem.marginal.sink.dtype == problem.temperature.dtype == torch.bfloat16
     slopes = problem.prior.factors()[1].slopes
     assert torch.equal(slopes, torch.linspace(0.1, 0.5, H))  # a constant is not rounded
-    assert torch.equal(module.to_empty(device="cpu").problem().prior.factors()[1].slopes, slopes)  # nor erased
-    problem = module.to("meta").problem()
+    assert torch.equal(built(module.to_empty(device="cpu").problem).prior.factors()[1].slopes, slopes)  # nor erased
+    problem = built(module.to("meta").problem)
     assert problem.marginal.sink.is_meta and problem.prior.factors()[1].slopes.is_meta
 
 
@@ -574,7 +575,7 @@ def test_one_parameter_in_two_places_stays_one():
     shared = nn.Parameter(torch.ones(H, 1, 1))
     module = MultiheadAttention(E, H, problem=Transport(marginal=Rows(sink=shared), temperature=shared))
     for each in (module, copy.deepcopy(module).double()):
-        assert each.problem.marginal.sink is each.problem.temperature
+        assert each.get_parameter("problem.marginal.sink") is each.get_parameter("problem.temperature")
         assert len([n for n, _ in each.named_parameters() if "problem" in n]) == 1
     assert {"problem.marginal.sink", "problem.temperature"} < set(module.state_dict())
 
