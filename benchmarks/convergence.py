@@ -94,7 +94,7 @@ def problem(seed: int) -> Problem:
     if prior == "masked":
         mask = torch.rand(Tq, Tk, generator=g) < 0.25 + 0.5 * torch.rand((), generator=g)
         same = query_ids[:, None] == key_ids
-        mask |= ~(mask & same).any(1, keepdim=True) | ~(mask & same).any(0)  # nobody is without a counterpart
+        mask |= ~(mask & same).any(1, keepdim=True) | ~(mask & same).any(0)  # everyone has a counterpart
         mask[0, -1] = True  # never causal, even by chance
     return Problem(
         f"{geometry}, {prior}, {marginals} marginals, {documents} documents",
@@ -135,9 +135,9 @@ def _moved(a: np.ndarray, b: np.ndarray, cost: np.ndarray) -> np.ndarray:
     """The cheapest plan between two distributions."""
     import ot
 
-    if min(cost.shape) == 1:  # there is only one plan, and the network simplex stumbles over it
+    if min(cost.shape) == 1:  # there is only one plan, and the network simplex fails on it
         return a[:, None] * b
-    cost = cost - cost.min()  # it also stumbles over some small problems with negative costs
+    cost = cost - cost.min()  # it also fails on some small problems with negative costs
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it warns where it fails
         return ot.emd(a, b, cost, numItermax=10**6)

@@ -93,6 +93,11 @@ ERRORS = {
         TypeError,
         "temperature: expected a plain tensor, got a Subclass",
     ),
+    "key_scale subclass": (
+        attend(key_scale=torch.ones(4, 5).as_subclass(Subclass)),
+        TypeError,
+        "key_scale: expected a plain tensor, got a Subclass",
+    ),
     "documents subclass": (
         problem(prior=Documents(torch.zeros(5).long().as_subclass(Subclass))),
         TypeError,
@@ -278,6 +283,7 @@ ERRORS = {
     "prior times number": (lambda: Causal() * 2, TypeError, "unsupported operand"),
     # around the operator
     "scores": (lambda: regard.solve([1.0]), TypeError, "scores: expected a floating-point tensor"),
+    "scores subclass": (lambda: regard.solve(causal_upper_left(3, 3)), TypeError, "scores: expected a plain tensor"),
     "scalar scores": (lambda: regard.solve(torch.tensor(1.0)), ValueError, "scores: expected shape"),
     "weights": (
         lambda: regard.certify(torch.ones(3), torch.ones(4)),

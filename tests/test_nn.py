@@ -682,3 +682,10 @@ def test_no_shift_overflows_where_softmax_does_not():
     big = torch.full((1, 1, 2, 4), 10.0)
     assert no_shift(big, big, big, True).isnan().all()
     assert no_scaling(big, big, big, True).isfinite().all()
+
+
+def test_a_constant_without_values_is_not_made_up():
+    with torch.device("meta"):
+        module = MultiheadAttention(E, H, problem=Transport(temperature=torch.ones(H, 1, 1)))
+    with pytest.raises(RuntimeError, match="problem: temperature was built on the meta device"):
+        module.to_empty(device="cpu")

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import convergence
 
 import regard
-from regard import AuxRequest, RowsAndColumns, Transport
+from regard import AuxRequest, Bias, Documents, RowsAndColumns, Transport
 from regard.backends import native
 from regard.form import lower
 from regard.sinkhorn import anderson, feasibility, newton
@@ -102,24 +102,66 @@ def test_the_reported_share_is_the_mass_in_a_wrong_column():
 
 
 def test_iterations_stay_within_the_limit():
-    """The warmer problems on the way count, too; each of them is looked at once at least."""
+    """The warmer problems on the way count, too."""
     q, k = draw(1, 1, 24, 4), draw(1, 1, 24, 4, seed=1)
-    rungs = 8  # at most, from temperature 1e-3 to the scores' own spread
-    for limit in (1, 5, 40):
+    for limit in (1, 2, 5, 40):
         problem = Transport(marginal=RowsAndColumns(max_iterations=limit), temperature=1e-3)
         with warnings.catch_warnings(record=True) as raised:
             warnings.simplefilter("always")
             _, aux = regard.attention(q, k, k, problem=problem, return_aux=AuxRequest(iterations=True))
-        assert int(aux.iterations.max()) <= limit + rungs and (raised or limit == 40)
+        assert 1 <= int(aux.iterations.max()) <= limit and (raised or limit == 40)
+
+
+@by_backend
+def test_each_head_has_iterations_of_its_own(backend):
+    """A head that cannot be solved takes none from its neighbours, and only it is reported."""
+    q, k = draw(1, 3, 16, 4), draw(1, 3, 16, 4, seed=1)
+    problem = Transport(marginal=RowsAndColumns(max_iterations=600), temperature=1e-2)
+    asked = AuxRequest(iterations=True, column_residual=True)
+    _, alone = regard.attention(q, k, k, problem=problem, backend=backend, return_aux=asked)
+    mask = torch.ones(3, 16, 16, dtype=torch.bool)
+    mask[1, :2, 1:] = False  # two queries for one key
+    with pytest.warns(UserWarning, match="in 1 of 3 heads: there is no plan: in head 1 of batch 0"):
+        _, aux = regard.attention(q, k, k, mask, problem=problem, backend=backend, return_aux=asked)
+    assert bool((aux.column_residual[0, [0, 2]].sum(-1) / 2 / 16 <= 1e-6).all())
+    q[0, 1, 3, 0] = math.nan
+    with pytest.warns(UserWarning, match="in 1 of 3 heads: .* NaN or inf"):
+        _, aux = regard.attention(q, k, k, problem=problem, backend=backend, return_aux=asked)
+    assert torch.equal(aux.iterations[0, [0, 2]], alone.iterations[0, [0, 2]])
+
+
+def test_a_proof_is_not_the_reason_of_other_heads():
+    q, k = draw(1, 2, 16, 4), draw(1, 2, 16, 4, seed=1)
+    mask = torch.ones(2, 16, 16, dtype=torch.bool)
+    mask[0, :2, 1:] = False
+    problem = Transport(marginal=RowsAndColumns(max_iterations=20), temperature=1e-2)
+    with pytest.warns(
+        UserWarning, match="in 2 of 2 heads: there is no plan: in head 0 .*; in 1 others, the temperature"
+    ):
+        regard.attention(q, k, k, mask, problem=problem)
 
 
 @by_backend
 def test_invalid_numbers_stay_visible(backend):
     q, k = draw(1, 1, 5, 4), draw(1, 1, 5, 4, seed=1)
     q[0, 0, 2, 1] = math.nan
-    with pytest.warns(UserWarning, match="nan of the mass"):
-        out = regard.attention(q, k, k, problem=Transport(marginal=RowsAndColumns()), backend=backend)
-    assert out.isnan().all()  # every row depends on the keys' prices
+    bias = torch.zeros(5, 5, dtype=F64)
+    bias[2, 3] = math.nan
+    for query, prior in ((q, None), (k, Bias(bias))):
+        problem = Transport(prior=prior, marginal=RowsAndColumns())
+        with pytest.warns(UserWarning, match="contain NaN or inf"):
+            out = regard.attention(query, k, k, problem=problem, backend=backend)
+        assert out.isnan().all()  # every row depends on the keys' prices
+
+
+@by_backend
+def test_shapes_without_heads_queries_or_keys(backend):
+    for B, H, T in ((0, 2, 3), (2, 0, 3), (2, 2, 0)):
+        x, problem = torch.ones(B, H, T, 4), Transport(marginal=RowsAndColumns())
+        assert regard.attention(x, x, x, problem=problem, backend=backend).shape == (B, H, T, 4)
+        ids = torch.zeros(B, T, dtype=torch.long)
+        packed = Transport(prior=Documents(ids), marginal=RowsAndColumns())
+        assert regard.attention(x, x, x, problem=packed, backend=backend).shape == (B, H, T, 4)
 
 
 # --- the solver's parts -----------------------------------------------------------------------------------------------
@@ -170,12 +212,13 @@ def test_newton_alone_solves_a_problem(backend, temperature):
     passes, _ = stage(backend, temperature)
     done = torch.zeros(1, 2, dtype=torch.bool)
     gamma = torch.zeros(1, 2, 5, dtype=F64)
-    found = newton.newton(passes, gamma, 1e-10, 500, done, feasibility.Infeasibility(passes))
+    limit = torch.full((1, 2), 500)
+    found = newton.newton(passes, gamma, 1e-10, limit, done, feasibility.Infeasibility(passes))
     assert bool(found.arrived.all()) and float(found.state.share.max()) <= 1e-10
     assert bool((passes.at(found.state.gamma).share <= 2e-10).all())
     # A head that is done is left alone.
     one = torch.tensor([[True, False]])
-    found = newton.newton(passes, gamma, 1e-10, 500, one, feasibility.Infeasibility(passes))
+    found = newton.newton(passes, gamma, 1e-10, limit, one, feasibility.Infeasibility(passes))
     assert not found.state.gamma[0, 0].any() and int(found.iterations[0, 0]) == 0 and bool(found.arrived[0, 1])
 
 
@@ -183,7 +226,8 @@ def test_newton_alone_solves_a_problem(backend, temperature):
 def test_the_iteration_gives_up_early_where_it_hardly_moves(backend):
     passes, _ = stage(backend, 1e-4)
     gamma = torch.zeros(1, 2, 5, dtype=F64)
-    found = anderson.iterate(passes, gamma, 1e-10, 10_000, feasibility.Infeasibility(passes))
+    limit = torch.full((1, 2), 10_000)
+    found = anderson.iterate(passes, gamma, 1e-10, limit, feasibility.Infeasibility(passes))
     assert bool((found.iterations < 500).all())
 
 

@@ -213,7 +213,7 @@ def _mismatch(f: Function, t: Tensor, y: Tensor) -> ValueError:
 
 def _misses(f: Function, t: Tensor, y: Tensor) -> Tensor:
     """Where the true inverse of f' at t is not within rounding of y: f' a little below y must not exceed t, f' a
-    little above must reach it. So a steep or a flat f' is forgiven exactly what its conditioning explains."""
+    little above must reach it. So the tolerance grows with the conditioning of f'."""
     usual = (y.abs() >= 1e-4) & (y.abs() <= 1e4)
     step = torch.where(usual, CLOSE, ROUGH) * y.abs()
     more = torch.where(y < 0, y + step, (y + step).clamp(min=1 / LARGEST))  # y = 0 may be an underflow

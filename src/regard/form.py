@@ -114,7 +114,7 @@ class Form:
     def group(self) -> int:
         """Query heads that read one key/value head."""
         assert self.query is not None and self.key is not None
-        return self.query.shape[1] // max(1, self.key.shape[1])
+        return max(1, self.query.shape[1] // max(1, self.key.shape[1]))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -385,6 +385,7 @@ def _scale_keys(key: Tensor, value: Tensor, key_scale: Tensor, lead: tuple[int, 
     multiplier, each gets its own copy of keys and values."""
     if not isinstance(key_scale, Tensor) or not key_scale.is_floating_point():
         raise TypeError(f"key_scale: expected a floating-point tensor, got {describe(key_scale)}")
+    check_type("key_scale", key_scale)
     check_device("key_scale", key_scale, key.device)
     (*batch, H), (Hkv, Tk) = lead, key.shape[1:3]
     shape = (1,) * (len(lead) + 1 - key_scale.dim()) + tuple(key_scale.shape)

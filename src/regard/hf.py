@@ -651,7 +651,7 @@ def _whole(part: PreTrainedModel | None = None) -> PreTrainedModel | None:
 
 @functools.cache
 def _bypasses(config: type) -> bool:
-    """Whether a configuration's model computes attention by itself: it would ignore us, and say nothing."""
+    """Whether a configuration's model computes attention by itself, and so would ignore the registered function."""
     module = sys.modules.get(config.__module__.replace("configuration_", "modeling_"))
     if module is None or hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
         return False
@@ -882,7 +882,7 @@ def _stripped(config: Any) -> str:
 
 
 def _refuse_others(module: Any, args: Any) -> None:
-    """Before each retrofitted attention: another implementation would ignore what it learned, and say nothing."""
+    """Before each retrofitted attention: another implementation would ignore what it learned without an error."""
     name = module.config._attn_implementation_internal
     if name not in _installed:
         raise RuntimeError(

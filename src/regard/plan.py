@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from .backends import native
 from .backends import torch as definition
 from .budget import match, match_scores
-from .checks import concrete
+from .checks import check_type, concrete
 from .form import Form, compute_dtype, lower, lower_problem
 from .parts import Scalar, describe, is_integer
 from .problem import Budget, RowsAndColumns, Transport
@@ -153,6 +153,7 @@ def certify(scores: Tensor, weights: Tensor, problem: Transport | None = None) -
 def _lower_scores(scores: Tensor, problem: Transport, dtype: torch.dtype | None = None) -> tuple[Form, Tensor]:
     if not isinstance(scores, Tensor) or not scores.is_floating_point():
         raise TypeError(f"scores: expected a floating-point tensor, got {describe(scores)}")
+    check_type("scores", scores)
     if scores.dim() < 1:
         raise ValueError(f"scores: expected shape [..., Tk] or [..., Tq, Tk], got {list(scores.shape)}")
     dtype = dtype or (torch.float64 if scores.dtype == torch.float64 else torch.float32)

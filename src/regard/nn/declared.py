@@ -59,6 +59,11 @@ class Declared(nn.Module):
         constants = {(owner, name): t for owner in self.modules() for name, t in owner.named_buffers(recurse=False)}
         super()._apply(fn, recurse)
         for (owner, name), constant in constants.items():
+            if constant.is_meta and not owner.get_buffer(name).is_meta:
+                raise RuntimeError(
+                    f"problem: {name} was built on the meta device, so it has no values to move; expected a Transport "
+                    f"that is built outside of torch.device('meta')"
+                )
             owner._buffers[name] = constant.to(owner.get_buffer(name).device)
         return self
 

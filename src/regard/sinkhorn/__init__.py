@@ -85,19 +85,27 @@ def _report(found: Prices, settings: RowsAndColumns) -> None:
     if not bool(missed.any()):
         return
     where, worst = int(missed.sum()), float(off.max())
-    amount = "more of the mass than float64 can tell may be" if worst == math.inf else f"{worst:.2e} of the mass is"
-    reason = "the temperature is small, or masks and marginals leave no plan that meets them"
-    if found.proof:
-        reason = found.proof
-    elif int(found.iterations.max()) < settings.max_iterations:
-        reason = f"the search stopped making progress; {reason}"
+    amount = f"{worst:.2e} of the mass is" if worst < math.inf else "more of the mass than float64 can tell may be"
     text = (
-        f"RowsAndColumns: after {int(found.iterations.max())} iterations {amount} in a "
-        f"wrong column (tolerance {settings.tolerance:.0e}) in {where} of {off.numel()} heads: {reason}"
+        f"RowsAndColumns: after {int(found.iterations.max())} iterations {amount} in a wrong column (tolerance "
+        f"{settings.tolerance:.0e}) in {where} of {off.numel()} heads: {_reason(found, missed)}"
     )
     if settings.strict:
         raise RuntimeError(text)
     warnings.warn(text, stacklevel=2)
+
+
+def _reason(found: Prices, missed: Tensor) -> str:
+    """Why heads [B, H] missed their columns."""
+    if bool(found.share.isnan().any()):
+        return "scores, prior or marginals contain NaN or inf"
+    others = missed & ~found.impossible
+    reason = "the temperature is small, or masks and marginals leave no plan that meets them"
+    if bool((others & found.stuck).any()):
+        reason = f"the search stopped making progress; {reason}"
+    if not found.proof or not bool(found.impossible.any()):
+        return reason
+    return found.proof if not bool(others.any()) else f"{found.proof}; in {int(others.sum())} others, {reason}"
 
 
 def _unrolled(backend: str, form: Form, marginals: Marginals, iterations: int) -> Tensor:

@@ -25,11 +25,11 @@ def iterate(
     stage: Stage,
     gamma: Tensor,
     tolerance: float,
-    limit: int,
+    limit: Tensor,
     infeasibility: Infeasibility,
     lse: Tensor | None = None,
 ) -> Found:
-    """Iterate until each head's share is below the tolerance, or it makes no progress.
+    """Iterate until each head's share is below the tolerance, it makes no progress, or its limit [B, H] is reached.
 
     In float32 the tolerance is raised to what float32 can resolve; the result is then marked `coarse`."""
     marginals = stage.marginals
@@ -39,12 +39,12 @@ def iterate(
     infinite = torch.full((B, H), math.inf, dtype=gamma.dtype, device=gamma.device)
     share, dual = infinite, infinite  # of the last accepted state
     fresh = torch.ones(B, H, dtype=torch.bool, device=gamma.device)  # has no step before it to compare with
-    arrived, done = ~fresh, ~fresh
+    arrived, done = ~fresh, limit <= 0
     iterations = torch.zeros(B, H, dtype=torch.long, device=gamma.device)
     mark, marked = infinite, iterations.clone()  # the share that is to be halved, and since when
     before, fallback, accepted = (gamma, torch.zeros_like(gamma)), gamma, None
     coarse = False
-    for number in range(limit):
+    for number in range(max(1, int(limit.max()))):
         state = stage.at(gamma, lse if number == 0 else None)
         iterations += ~done
         if number == 0 and not stage.wide:
@@ -59,7 +59,8 @@ def iterate(
         arrived = arrived | (good & ~done & (shown <= tolerance))  # NaN does not arrive
         halved = shown < mark / 2
         mark, marked = torch.where(halved, shown, mark), torch.where(halved, number, marked)
-        done = arrived | (number - marked >= SLOW) | infeasibility.look(stage, state, number, tolerance, arrived)
+        slow = (number - marked >= SLOW) | (iterations >= limit)
+        done = arrived | slow | infeasibility.look(stage, state, number, tolerance, arrived)
         if bool(done.all()):
             break
         share, dual = torch.where(good, shown, share), torch.where(good, state.dual, dual)

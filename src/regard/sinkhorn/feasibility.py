@@ -46,7 +46,8 @@ class Infeasibility:
         keys = torch.where(marginals.live, order, -math.inf).argsort(-1, descending=True)  # [B, H, Tk]
         rank = keys.argsort(-1)
         ranked = with_prices_as_feature(form, -rank.double())  # the score of a key is its rank
-        last = stage.engine.forward(ranked, ("max_scores",))["max_scores"].clamp(min=0).round().long()  # [B, H, Tq]
+        last = stage.engine.forward(ranked, ("max_scores",))["max_scores"]  # [B, H, Tq]
+        last = last.nan_to_num(nan=keys.shape[-1] - 1).clamp(min=0).round().long()  # NaN: confined to nothing
         shipped = zeros.scatter_add(-1, last, marginals.row).cumsum(-1)  # by the queries confined to the first k keys
         received = marginals.column.gather(-1, keys).cumsum(-1)
         over, most = (shipped - received).max(-1)

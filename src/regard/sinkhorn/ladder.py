@@ -26,7 +26,8 @@ from .views import one_sided
 FACTOR = 4.0  # between the temperatures of two rungs
 WARM = 3e-3  # the share of the mass in a wrong column at which a rung counts as solved
 PEAKED = 0.5  # rows with less than this share of the largest possible entropy need a ladder
-NEEDED = ("lse", "entropy", "support")  # statistics that the passes ask of a backend, besides the caller's
+# Statistics that the passes ask of a backend, besides the caller's.
+NEEDED = ("lse", "entropy", "support", "score_variance", "max_scores", "cost")
 
 
 @dataclass
@@ -37,8 +38,9 @@ class Prices:
     share: Tensor  # [B, H], of the mass in a wrong column, in the worst document
     iterations: Tensor  # [B, H], pairs of passes
     wide: bool  # the passes had to be in float64
-    arrived: Tensor  # [B, H]
-    proof: str = ""  # why some head has no plan, where that was shown
+    stuck: Tensor  # [B, H], gave up because nothing helped
+    impossible: Tensor  # [B, H], proven to have no plan
+    proof: str = ""  # of the first of them
 
 
 def solve(backend: str, form: Form, marginals: Marginals, settings: RowsAndColumns) -> Prices:
@@ -61,36 +63,41 @@ class _Search:
     def run(self, tolerance: float) -> Prices:
         gamma = torch.zeros_like(self.marginals.column, dtype=torch.float64).detach()
         if 0 in self.form.shape:
-            none = torch.ones(self.form.shape[:2], dtype=torch.bool, device=gamma.device)
-            return Prices(gamma, gamma.sum(-1), self.iterations, False, none)
+            none = torch.zeros_like(self.iterations, dtype=torch.bool)
+            return Prices(gamma, gamma.sum(-1), self.iterations, False, none, none)
         lse, heats = self._ladder()
         for heat, ratio in heats:
-            found = self._reach(gamma, WARM, heat)
-            gamma = found.state.gamma * ratio  # g stays, tau falls
+            if bool((self.left() > 1).any()):  # one is kept for the problem itself
+                gamma = self._reach(gamma, WARM, 1, heat).state.gamma
+            gamma = gamma * ratio  # g stays, tau falls
         found = self._reach(gamma, tolerance, lse=None if heats else lse)
         state, blind = found.state, found.state.blind(tolerance)
         share = state.share.masked_fill(blind, math.inf)
         wide = self.wide and self.form.dtype != torch.float64
-        return Prices(state.gamma, share, self.iterations, wide, found.arrived, self.infeasibility.reason)
+        stuck = torch.zeros_like(blind) if found.stuck is None else found.stuck
+        proven = self.infeasibility
+        return Prices(state.gamma, share, self.iterations, wide, stuck, proven.heads, proven.reason)
 
-    def _reach(self, gamma: Tensor, tolerance: float, heat: Tensor | None = None, lse: Tensor | None = None) -> Found:
-        """Solve one rung as well as can be done: Sinkhorn's iteration, in float64 if need be, then Newton."""
-        found = self._count(iterate(self.stage(heat), gamma, tolerance, self.left, self.infeasibility, lse))
-        if found.coarse:
+    def _reach(
+        self, gamma: Tensor, tolerance: float, kept: int = 0, heat: Tensor | None = None, lse: Tensor | None = None
+    ) -> Found:
+        """Solve one rung as well as can be done: Sinkhorn's iteration, in float64 if need be, then Newton. `kept`
+        iterations of each head's limit are left for later."""
+        found = self._count(iterate(self.stage(heat), gamma, tolerance, self.left(kept), self.infeasibility, lse))
+        if found.coarse and bool((self.left(kept) > 0).any()):
             self.wide = True  # and stays so: colder rungs need more digits, not fewer
             gamma = found.state.gamma
-            found = self._count(iterate(self.stage(heat), gamma, tolerance, self.left, self.infeasibility))
-        done = found.arrived | self.infeasibility.heads
-        if bool(done.all()) or self.left <= 1:
+            found = self._count(iterate(self.stage(heat), gamma, tolerance, self.left(kept), self.infeasibility))
+        done = found.arrived | self.infeasibility.heads | (self.left(kept) <= 0)
+        if bool(done.all()):
             return found
         stage = self.stage(heat)
-        better = self._count(newton(stage, found.state.gamma, tolerance, self.left, done, self.infeasibility))
-        return Found(better.state, found.arrived | better.arrived, better.iterations)
+        better = self._count(newton(stage, found.state.gamma, tolerance, self.left(kept), done, self.infeasibility))
+        return dataclasses.replace(better, arrived=found.arrived | better.arrived)
 
-    @property
-    def left(self) -> int:
-        """Iterations that the caller's limit leaves, at least one."""
-        return max(1, self.limit - int(self.iterations.max()))
+    def left(self, kept: int = 0) -> Tensor:
+        """Iterations that the caller's limit leaves to each head, [B, H]."""
+        return self.limit - kept - self.iterations
 
     def _count(self, found: Found) -> Found:
         self.iterations += found.iterations

@@ -30,9 +30,9 @@ class Groups:
             one = torch.zeros(1, 1, 1, dtype=torch.long, device=device)
             return cls(1, one.expand(1, 1, Tq), one.expand(1, 1, Tk))
         queries, keys = form.query_ids.squeeze(3), form.key_ids.squeeze(2)
-        _, index = torch.unique(torch.cat([queries.flatten(), keys.flatten()]), return_inverse=True)
+        values, index = torch.unique(torch.cat([queries.flatten(), keys.flatten()]), return_inverse=True)
         n = queries.numel()
-        return cls(int(index.max()) + 1, index[:n].view_as(queries), index[n:].view_as(keys))
+        return cls(max(1, len(values)), index[:n].view_as(queries), index[n:].view_as(keys))
 
     def total(self, x: Tensor, index: Tensor) -> Tensor:
         """The sum of x [B, H, T] over each document, [B, H, G]; `index` is `queries` or `keys`."""
@@ -71,11 +71,12 @@ class Marginals:
         if any(piece is not None for piece in pieces):
             prior = one_sided(plan_only(detached(form)).without_scores())
             solver = ops.BACKENDS[backend]
-            row = torch.where(solver.forward(prior, ("support",))["support"] > 0, row, 0.0)
+            # Not "> 0": where the prior is NaN so is the support, and that must not pass for a key nobody reads.
+            row = torch.where(solver.forward(prior, ("support",))["support"] != 0, row, 0.0)
             readers = plan_only(transposed(prior))
             if form.row_mass is not None:  # a query that ships nothing reads nothing
                 readers = one_sided(readers, torch.zeros_like(row), row.detach() > 0)
-            keys = solver.forward(readers, ("support",))["support"] > 0
+            keys = solver.forward(readers, ("support",))["support"] != 0
             if form.column_mass is not None:
                 _check_outlets(solver, prior, row.detach() > 0, keys & (form.column_mass.squeeze(2) > 0))
         relaxed = isinstance(form.level, Tensor) or form.level > 0

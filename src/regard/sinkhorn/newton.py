@@ -6,7 +6,7 @@ M x = c - t (`Laplacian`) makes it at once. A step consists of
 
 1. conjugate gradients for x, with M damped by a fraction of diag(c) so that nearly separate groups do not run away;
 2. a line search along x: the dual is convex, so a point where it still falls along x is lower than the start;
-3. one step of Sinkhorn's, which cures in one go what Newton's model is bad at: keys that receive almost nothing.
+3. one step of Sinkhorn's, which corrects keys that receive almost nothing: Newton's quadratic model is wrong there.
 """
 
 from __future__ import annotations
@@ -25,34 +25,37 @@ STEPS = 30  # give up after so many steps in which the residual has not fallen b
 
 
 def newton(
-    stage: Stage, gamma: Tensor, tolerance: float, limit: int, done: Tensor, infeasibility: Infeasibility
+    stage: Stage, gamma: Tensor, tolerance: float, limit: Tensor, done: Tensor, infeasibility: Infeasibility
 ) -> Found:
-    """Improve the heads [B, H] that are not done, until their share is below the tolerance or nothing helps."""
+    """Improve the heads [B, H] that are not done, until their share is below the tolerance, nothing helps, or less is
+    left of their limit [B, H] than one step may take."""
     Tk = gamma.shape[-1]
     state = stage.at(gamma)
     iterations = (~done).long()
-    arrived = ~done & (state.share <= tolerance)
+    arrived = stuck = torch.zeros_like(done)
     best, mark, since = state, state.share, torch.zeros_like(iterations)
-    for number in range(limit):
+    for number in range(int(limit.max())):
         blind = state.blind(tolerance)
         arrived = arrived | (~done & ~blind & (state.share <= tolerance))
         best = state.where(~done & ~blind & (state.share < best.share), best)
         better = state.share < 0.99 * mark
         mark, since = torch.where(better, state.share, mark), torch.where(better, number, since)
-        hopeless = blind | (number - since >= STEPS) | (iterations >= limit) | ~state.share.isfinite()
-        done = done | arrived | hopeless | infeasibility.look(stage, state, number, tolerance, arrived | done)
+        stuck = stuck | (~done & ~arrived & (blind | (number - since >= STEPS) | ~state.share.isfinite()))
+        left = limit - iterations - TRIES - 2  # for conjugate gradients
+        done = done | arrived | stuck | (left <= 0)
+        done = done | infeasibility.look(stage, state, number, tolerance, done)
         if bool(done.all()):
             break
         damping = 0.1 * state.share.clamp(max=1e-3)
         system = Laplacian(stage, state, damping[..., None])
-        products = min(2 * Tk + 10, PRODUCTS, limit - int(iterations[~done].max()))
+        products = left.clamp(max=min(2 * Tk + 10, PRODUCTS))
         found = system.solve(state.residual, state.share.clamp(max=1e-2), products, done)
         x = found.x * (REACH / found.x.abs().amax(-1, keepdim=True).clamp(min=REACH))
         following, tried = _search(stage, state, x, done)
         following = stage.at(_centred(stage, stage.normalised(following)))
         state = state.where(done, following)
         iterations += torch.where(done, 0, found.products + tried + 2)  # the Laplacian's diagonal, Sinkhorn's step
-    return Found(best, arrived, iterations)
+    return Found(best, arrived, iterations, stuck=stuck)
 
 
 def _search(stage: Stage, state: State, x: Tensor, done: Tensor) -> tuple[State, Tensor]:
@@ -71,7 +74,10 @@ def _search(stage: Stage, state: State, x: Tensor, done: Tensor) -> tuple[State,
         trial = stage.at(state.gamma + length[..., None] * x)
         tried += ~accepted
         here = -(trial.residual * x).sum(-1)
-        lower = (here <= 0.5 * slope.abs()) | (trial.dual <= state.dual + 1e-4 * length * slope)
+        lower = (here <= 0) | (trial.dual <= state.dual + 1e-4 * length * slope)
+        # Near the optimum rounding of the dual hides its fall: there, a derivative that has halved will do.
+        level = trial.dual <= state.dual + 1e-12 * (1 + state.dual.abs())
+        lower = lower | (level & (here <= 0.5 * slope.abs()))
         good = ~accepted & trial.share.isfinite() & lower
         found = trial.where(good, found)
         steep = good & (here < 0.9 * slope) & (lowered | (length == 1))

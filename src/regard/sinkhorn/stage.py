@@ -147,6 +147,7 @@ class Found:
     arrived: Tensor
     iterations: Tensor  # pairs of passes
     coarse: bool = False  # float32 could not resolve the tolerance
+    stuck: Tensor | None = None  # heads that gave up because nothing helped
 
 
 @dataclass
@@ -188,8 +189,11 @@ class Laplacian:
         """x without its mean over each document, which M does not see (unless the columns are relaxed)."""
         return self.marginals.centred(x, self.received) if self.balanced else x
 
-    def solve(self, rhs: Tensor, tolerance: Tensor | float, limit: int, done: Tensor | None = None) -> Solution:
-        """Conjugate gradients, until the preconditioned residual is `tolerance` times what it was."""
+    def solve(
+        self, rhs: Tensor, tolerance: Tensor | float, limit: Tensor | int, done: Tensor | None = None
+    ) -> Solution:
+        """Conjugate gradients, until the preconditioned residual is `tolerance` times what it was, or for `limit`
+        products. Both may be given for each head, [B, H]."""
         groups = self.marginals.groups
         r = torch.where(self.live, rhs.double(), 0.0)
         if self.balanced:  # M's range: what a document's keys gain others lose
@@ -203,8 +207,8 @@ class Laplacian:
         going = torch.ones_like(rz, dtype=torch.bool) if done is None else ~done[..., None]
         products = torch.zeros(rz.shape[:2], dtype=torch.long, device=rz.device)
         square: Any = tolerance[..., None] ** 2 if isinstance(tolerance, Tensor) else tolerance**2
-        for _ in range(limit):
-            going = going & (rz > square * first)
+        for _ in range(int(torch.as_tensor(limit).max())):
+            going = going & (rz > square * first) & (products < limit)[..., None]
             if not bool(going.any()):
                 break
             q = self.product(p)
