@@ -26,8 +26,9 @@ from .views import one_sided
 FACTOR = 4.0  # between the temperatures of two rungs
 WARM = 3e-3  # the share of the mass in a wrong column at which a rung counts as solved
 PEAKED = 0.5  # rows with less than this share of the largest possible entropy need a ladder
-# Statistics that the passes ask of a backend, besides the caller's.
-NEEDED = ("lse", "entropy", "support", "score_variance", "max_scores", "cost")
+PEAKEDNESS = ("lse", "entropy", "support")  # what the first pass asks for
+SPREAD = ("score_variance", "max_scores", "cost")  # what a ladder asks for, besides
+NEEDED = PEAKEDNESS + SPREAD  # statistics that a backend must have, besides the caller's
 
 
 @dataclass
@@ -92,8 +93,7 @@ class _Search:
         if bool(done.all()):
             return found
         stage = self.stage(heat)
-        better = self._count(newton(stage, found.state.gamma, tolerance, self.left(kept), done, self.infeasibility))
-        return dataclasses.replace(better, arrived=found.arrived | better.arrived)
+        return self._count(newton(stage, found.state.gamma, tolerance, self.left(kept), done, self.infeasibility))
 
     def left(self, kept: int = 0) -> Tensor:
         """Iterations that the caller's limit leaves to each head, [B, H]."""
@@ -108,15 +108,14 @@ class _Search:
         to the temperature, and its ratio [B, H, 1] to the next. There are none where no head has peaked rows."""
         stage = self.stage()
         rows = one_sided(stage.form, torch.zeros_like(stage.marginals.column), stage.marginals.live)
-        found = stage.engine.forward(rows, NEEDED)
+        found = stage.engine.forward(rows, PEAKEDNESS)
         log_keys = found["support"].clamp(min=1).log()
         peaked = found["entropy"].sum(-1) < PEAKED * log_keys.sum(-1)
         if not bool(peaked.any()):
             return found["lse"], []
         # The ladder begins at the scores' own spread under the prior alone, which an extreme temperature gives.
         hot = 1e6
-        asked = ("score_variance", "max_scores", "cost")
-        flat = stage.engine.forward(dataclasses.replace(rows, temperature=hot), asked)
+        flat = stage.engine.forward(dataclasses.replace(rows, temperature=hot), SPREAD)
         above = torch.where(found["support"] > 0, flat["max_scores"] + flat["cost"], 0.0)
         spread = torch.maximum(flat["score_variance"].sqrt() * hot, above / 4).amax(-1)  # [B, H]
         tau = rows.temperature.squeeze(3).squeeze(2) if isinstance(rows.temperature, Tensor) else rows.temperature

@@ -85,7 +85,7 @@ def squared(form: Form) -> Form:
 def with_prices_as_feature(form: Form, prices: Tensor) -> Form:
     """The rows at prices [B, H, Tk], given as one more feature of queries and keys (one for each head of a group).
 
-    The result equals that of `one_sided`; on the native backend it takes two thirds of the time.
+    The result equals that of `one_sided`; the native backend is faster without a log-prior.
     """
     query, key = form.query, form.key
     assert query is not None and key is not None
