@@ -1,0 +1,107 @@
+"""The testers tested: break the library on purpose, and the tests that should notice must fail."""
+
+import pytest
+import test_attention
+import test_plan
+import test_properties
+import test_statistics
+import torch
+
+import regard
+from regard.backends import torch as definition
+from support.cases import CASES, assert_close, build
+
+ENTMAX = next(c for c in CASES if c.name == "entmax 1.5")
+SOFTMAX = next(c for c in CASES if c.name == "bias per key")
+
+
+def test_the_comparison_sees_one_wrong_entry():
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        exact = torch.randn(4, 5, dtype=torch.float64)
+        assert_close(exact.to(dtype), exact, dtype)
+        for wrong in (1.05, float("nan"), float("inf")):
+            spoiled = exact.clone()
+            spoiled[2, 3] = wrong * (1 + exact.abs().max())
+            with pytest.raises(AssertionError):
+                assert_close(spoiled.to(dtype), exact, dtype)
+    with pytest.raises(AssertionError):
+        assert_close(torch.zeros(3), torch.zeros(2), torch.float32)
+    with pytest.raises(AssertionError):
+        assert_close(torch.zeros(2), torch.tensor([0.0, float("inf")]), torch.float32)
+
+
+def test_a_wrong_solver_is_caught(monkeypatch):
+    """A search that stops early."""
+    search = definition._search
+    monkeypatch.setattr(definition, "_search", lambda *a: search(*a) + 1e-2)
+    # One Newton step repairs a small error of the search: that is its purpose. Take it away, too.
+    monkeypatch.setattr(definition.Balance, "sides", spoil_sides(definition.Balance.sides))
+    with pytest.raises(AssertionError):
+        test_attention.test_output(ENTMAX, "torch", torch.float64)
+
+
+def spoil_sides(sides):
+    def spoiled(self, mu):
+        taken, target, slope = sides(self, mu)
+        return taken * 1.001, target, slope
+
+    return spoiled
+
+
+@pytest.mark.parametrize("case", [SOFTMAX, ENTMAX], ids=lambda c: c.name)
+def test_a_wrong_gradient_is_caught(monkeypatch, case):
+    """Without the derivative of the dual there is no baseline: REINFORCE instead of an advantage."""
+    solve_rows = definition.solve_rows
+    monkeypatch.setattr(
+        definition, "solve_rows", lambda form, scores, mu=None, order=1: solve_rows(form, scores, mu, 0)
+    )
+    with pytest.raises(Exception, match=r"Jacobian|backward not|gradcheck"):
+        test_attention.test_gradcheck(case)
+
+
+def test_a_slightly_wrong_gradient_is_caught(monkeypatch):
+    backward = definition.backward
+
+    def spoiled(form, needed, outputs, grads):
+        found = backward(form, needed, outputs, grads)
+        if form.dtype == torch.float32:  # the float64 truth stays
+            found["key"] = found["key"] * (1 + 1e-4)
+        return found
+
+    monkeypatch.setattr(definition, "backward", spoiled)
+    with pytest.raises(AssertionError, match="gradient of key"):
+        test_attention.test_gradients(SOFTMAX, "torch", torch.float32)
+
+
+def test_a_wrong_certificate_is_caught(monkeypatch):
+    """A certificate that measures the wrong dual no longer closes the gap of the right plan."""
+    import regard.plan
+
+    dual_value = regard.plan._dual_value
+    monkeypatch.setattr(regard.plan, "_dual_value", lambda best: dual_value(best) + 1e-3)
+    with pytest.raises(AssertionError):
+        test_plan.test_float32_certificate()
+    with pytest.raises(AssertionError):
+        test_properties.test_the_optimum_is_certified()
+
+
+@pytest.mark.parametrize("name", sorted(definition.STATISTICS))
+def test_a_wrong_statistic_is_caught(monkeypatch, name):
+    formula = definition.STATISTICS[name]
+    monkeypatch.setitem(definition.STATISTICS, name, lambda rows: formula(rows) * 1.001 + 0.001)
+    with pytest.raises(AssertionError, match=name):
+        test_statistics.test_statistics(SOFTMAX, "torch", torch.float64)
+
+
+def test_the_cases_are_not_trivial():
+    """Every case's output differs from plain softmax or its gradients do: none tests the default by accident."""
+    plain = {"softmax", "gqa", "odd sizes", "one query", "one key"}
+    for case in CASES:
+        if case.name in plain:
+            continue
+        built = build(case)
+        group = case.H // case.Hkv
+        k, v = (t.detach().repeat_interleave(group, 1) for t in (built.key, built.value))
+        softmax = (built.query.detach() @ k.mT / case.D**0.5).softmax(-1) @ v
+        out = regard.attention(built.query, built.key, built.value, **built.arguments)
+        assert (out - softmax).abs().max() > 1e-4, case.name

@@ -1,0 +1,666 @@
+"""PyTorch citizenship: compile, export, opcheck, autocast, torch.func, forward mode, double backward."""
+
+import functools
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.library import opcheck
+
+import regard
+from regard import ALiBi, AuxRequest, Bias, Causal, FermiDirac, Free, Rows, Transport, Tsallis, Window, ops
+from regard.backends import native
+from regard.form import lower
+from support.cases import CASES, assert_close, build, by_backend, by_case, skip_unless_served, stock_attention
+
+NAMES = [
+    "all priors",
+    "sink per head",
+    "entmax, every parameter",
+    "soft top-m",
+    "sigmoid, learned",
+    "relaxed rows, learned",
+]
+SOME = [next(c for c in CASES if c.name == name) for name in NAMES]
+by_some = pytest.mark.parametrize("case", SOME, ids=lambda c: c.name)
+
+
+def call(built, **more):
+    return regard.attention(built.query, built.key, built.value, **built.arguments, backend="torch", **more)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Module(torch.nn.Module):
+    """Every learnable part of a problem, declared in forward."""
+
+    def __init__(self, H: int = 4):
+        super().__init__()
+        self.sink = torch.nn.Parameter(torch.randn(H, dtype=torch.float64))
+        self.temperature = torch.nn.Parameter(torch.ones(H, 1, 1, dtype=torch.float64))
+        self.alpha = torch.nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+        self.slopes = torch.nn.Parameter(torch.rand(H, dtype=torch.float64))
+
+    def forward(self, q, k, v):
+        problem = Transport(
+            Tsallis(self.alpha),
+            prior=Causal("bottom_right") * Window(255) * ALiBi(self.slopes),
+            marginal=Rows(sink=self.sink),
+            temperature=self.temperature,
+        )
+        request = AuxRequest(entropy=True, dual=True)
+        out, aux = regard.attention(q, k, v, enable_gqa=True, problem=problem, return_aux=request)
+        return out, aux.entropy, aux.dual
+
+
+def module_inputs(Tq=5, Tk=6, grad=True):
+    shapes = [(2, 4, Tq, 3), (2, 2, Tk, 3), (2, 2, Tk, 2)]
+    return [torch.randn(s, dtype=torch.float64, requires_grad=grad) for s in shapes]
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+def test_compile_module(dynamic):
+    module = Module()
+    compiled = torch.compile(module, fullgraph=True, dynamic=dynamic)
+    for Tq, Tk in ((5, 6), (3, 9)):
+        inputs = module_inputs(Tq, Tk)
+        results = [f(*inputs) for f in (compiled, module)]
+        leaves = [*inputs, *module.parameters()]
+        gradients = [torch.autograd.grad(o.sin().sum() + e.sum(), leaves) for o, e, _ in results]
+        assert all(map(torch.allclose, *results)) and all(map(torch.allclose, *gradients))
+        assert not any(dual.requires_grad for _, _, dual in results)
+
+
+@by_some
+def test_compile(case):
+    built = build(case)
+    function = functools.partial(regard.attention, **built.arguments, backend="torch")
+    inputs = (built.query, built.key, built.value)
+    results = [f(*inputs) for f in (torch.compile(function, fullgraph=True), function)]
+    gradients = [torch.autograd.grad(out.sin().sum(), list(built.leaves.values())) for out in results]
+    assert torch.allclose(*results) and all(map(torch.allclose, *gradients))
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"is_causal": True}, {"attn_mask": torch.ones(5, 5).tril().bool()}], ids=repr
+)
+def test_compile_auto(arguments):
+    q = torch.randn(2, 4, 5, 8)
+    function = functools.partial(regard.attention, **arguments)
+    assert torch.allclose(torch.compile(function, fullgraph=True)(q, q, q), function(q, q, q), atol=1e-6)
+
+
+def test_compile_own_regularizer():
+    own = regard.FDivergence(lambda x: x * x / 2, torch.relu, lambda t: (t > 0).to(t.dtype), lower=0.0)
+    q, k, v = (torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3))
+    out = torch.compile(functools.partial(regard.attention, problem=Transport(own)), fullgraph=True)(q, k, v)
+    expected = regard.attention(q, k, v, problem=Transport(Tsallis(2.0)))
+    assert torch.allclose(out, expected, atol=1e-6)
+    gradients = [torch.autograd.grad(o.sum(), (q, k, v)) for o in (out, expected)]
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*gradients, strict=True))
+
+
+def test_compile_dropout_draws_anew():
+    q = torch.randn(2, 4, 16, 8)
+    compiled = torch.compile(functools.partial(regard.attention, dropout_p=0.5), fullgraph=True)
+    assert not torch.equal(compiled(q, q, q), compiled(q, q, q))
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+def test_export(strict):
+    module, inputs = Module(), module_inputs(grad=False)
+    exported = torch.export.export(module, tuple(inputs), strict=strict).module()
+    assert all(map(torch.allclose, exported(*inputs), module(*inputs)))
+
+
+def test_export_with_dynamic_lengths_and_a_problem_as_input(tmp_path):
+    class Call(torch.nn.Module):
+        def forward(self, q, k, v, problem):
+            return regard.attention(q, k, v, enable_gqa=True, problem=problem)
+
+    q, k, v = module_inputs(grad=False)
+    problem = Transport(Tsallis(1.3), prior=Causal("bottom_right") * Bias(torch.randn(4, 1, 1, dtype=torch.float64)))
+    exported = torch.export.export(Call(), (q, k, v, problem))
+    torch.export.save(exported, tmp_path / "call.pt2")
+    loaded = torch.export.load(tmp_path / "call.pt2").module()
+    assert torch.allclose(loaded(q, k, v, problem), Call()(q, k, v, problem))
+
+    dim = torch.export.Dim
+    shapes = ({2: dim("tq")}, {2: dim("tk")}, {2: dim("tk")})
+    longer = module_inputs(7, 9, grad=False)
+    module = Module()
+    exported = torch.export.export(module, (q, k, v), dynamic_shapes=shapes).module()
+    assert all(map(torch.allclose, exported(*longer), module(*longer)))
+
+
+@by_some
+def test_opcheck(case):
+    built = build(case)
+    form = lower(built.query, built.key, built.value, **built.arguments)
+    arguments = ("torch", "out,entropy,mu", *ops._to_arguments(form))
+    assert set(opcheck(ops.attend_op, arguments).values()) == {"SUCCESS"}
+
+
+@by_some
+def test_double_backward_and_forward_mode(case):
+    from support.cases import substitute
+
+    built = build(case)
+    names = list(built.leaves)
+
+    def function(*leaves):
+        fresh = build(case)
+        for name, leaf in zip(names, leaves, strict=True):
+            substitute(fresh, fresh.leaves[name], leaf)
+        return call(fresh)
+
+    leaves = list(built.leaves.values())
+    assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True, fast_mode=True, atol=1e-4, rtol=1e-3)
+    assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["native", "sdpa", "torch", "auto"])
+@pytest.mark.parametrize("name", ["softmax", "temperature per head", "bias, dense", *NAMES, "learned alpha per head"])
+def test_forward_mode_on_every_backend(name, backend):
+    """<g, J t> = <J^T g, t> over every tensor of the problem, for output, entropy and lse; the output is its own."""
+    from support.cases import substitute
+
+    case = next(c for c in CASES if c.name == name)
+    built = build(case)
+    if backend != "auto":
+        skip_unless_served(backend, built)
+    kl = "problem" not in built.arguments or isinstance(built.arguments["problem"].regularizer, regard.KL)
+    request = None if backend == "sdpa" else AuxRequest(entropy=True, lse=kl)
+    tangents = {name: torch.randn_like(leaf) for name, leaf in built.leaves.items()}
+
+    copies = iter([build(case) for _ in range(4)])
+
+    def function(leaves):
+        fresh = next(copies)
+        for name, leaf in leaves.items():
+            substitute(fresh, fresh.leaves[name], leaf)
+        return regard.attention(
+            fresh.query, fresh.key, fresh.value, **fresh.arguments, backend=backend, return_aux=request
+        )
+
+    def flat(result):
+        return (
+            [result]
+            if request is None
+            else [result[0], *(t for t in (result[1].entropy, result[1].lse) if t is not None)]
+        )
+
+    expected = flat(function(built.leaves))
+    incoming = [torch.randn_like(t) for t in expected]
+    gradients = torch.autograd.grad(expected, list(built.leaves.values()), incoming, materialize_grads=True)
+    product = sum((g * t).sum() for g, t in zip(gradients, tangents.values(), strict=True))
+    fixed = {name: leaf.detach() for name, leaf in built.leaves.items()}
+    plain = flat(function(fixed))
+    outputs, moved = torch.func.jvp(lambda leaves: flat(function(leaves)), (fixed,), (tangents,))
+    with forward_ad.dual_level():
+        duals = {name: forward_ad.make_dual(leaf, tangents[name]) for name, leaf in fixed.items()}
+        unpacked = [forward_ad.unpack_dual(t) for t in flat(function(duals))]
+    for got, change in ((outputs, moved), ([u.primal for u in unpacked], [u.tangent for u in unpacked])):
+        assert all(map(torch.allclose if backend in ("torch", "auto") else torch.equal, got, plain))
+        total = sum((g * t).sum() for g, t in zip(incoming, change, strict=True))
+        assert torch.allclose(total, product, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("backend", ["native", "sdpa", "torch"])
+def test_orders_and_modes_nest(backend):
+    """Forward over forward, reverse over forward, forward over reverse, batches of tangents: against the definition."""
+    q, k, v, t = (torch.randn(1, 2, 5, 4, dtype=torch.float64) for _ in range(4))
+    if backend == "native":
+        pytest.importorskip("regard._native", reason="the native engine was not built")
+
+    def function(backend):
+        return lambda a: regard.attention(a, k, v, is_causal=True, backend=backend)
+
+    def loss(f):
+        return lambda a: f(a).sin().sum()
+
+    def push(f):
+        return lambda a: torch.func.jvp(f, (a,), (t,))[1]
+
+    mine, definition = function(backend), function("torch")
+    double = torch.autograd.functional.hessian(loss(definition), q)  # by reverse mode twice
+    curvature = (double.flatten(0, 3).flatten(1) @ t.flatten()).view_as(q)
+    assert torch.allclose(torch.func.hessian(loss(mine))(q), double)
+    assert torch.allclose(push(torch.func.grad(loss(mine)))(q), curvature)
+    assert torch.allclose(torch.func.grad(push(loss(mine)))(q), curvature)
+    assert torch.allclose(push(push(loss(mine)))(q), (curvature * t).sum())
+    assert torch.allclose(torch.func.jacfwd(mine)(q), torch.func.jacrev(definition)(q))
+    leaf = q.clone().requires_grad_()
+    with forward_ad.dual_level():
+        (gradient,) = torch.autograd.grad(loss(mine)(dual := forward_ad.make_dual(leaf, t)), dual)
+        assert torch.allclose(forward_ad.unpack_dual(gradient).tangent, curvature)
+        (gradient,) = torch.autograd.grad(
+            forward_ad.unpack_dual(loss(mine)(forward_ad.make_dual(leaf, t))).tangent, leaf
+        )
+        assert torch.allclose(gradient, curvature)
+
+
+# --- batches of gradients: is_grads_batched, jacobian(vectorize=True), gradcheck's batched modes ----------------------
+
+
+def compare_batched(results, leaves, samples=3, dtype=torch.float64):
+    """One backward pass for a batch of gradients gives what one pass per sample gives; the batch is returned."""
+    incoming = [torch.randn(samples, *r.shape, dtype=torch.float64).to(r.dtype) for r in results]
+    how = {"retain_graph": True, "allow_unused": True}
+    got = torch.autograd.grad(results, leaves, incoming, is_grads_batched=True, **how)
+    one = [torch.autograd.grad(results, leaves, [g[i] for g in incoming], **how) for i in range(samples)]
+    for n, (leaf, batch) in enumerate(zip(leaves, got, strict=True)):
+        if batch is None:
+            assert all(sample[n] is None for sample in one)
+        else:
+            assert batch.shape == (samples, *leaf.shape) and batch.dtype == leaf.dtype
+            assert_close(batch, torch.stack([sample[n] for sample in one]), dtype)
+    return got
+
+
+@by_backend
+@by_case
+def test_batched_gradients(case, backend):
+    """Of the output, of lse and of entropy, for every tensor of every problem."""
+    built = build(case)
+    problem = built.arguments.get("problem")
+    request = None
+    if backend != "sdpa":
+        request = AuxRequest(entropy=True, lse=problem is None or isinstance(problem.regularizer, regard.KL))
+    skip_unless_served(backend, built)
+    found = regard.attention(
+        built.query, built.key, built.value, **built.arguments, backend=backend, return_aux=request
+    )
+    results = [found] if request is None else [t for t in (found[0], found[1].entropy, found[1].lse) if t is not None]
+    results = [r for r in results if r.requires_grad]
+    assert any(g is not None and g.abs().max() > 1e-3 for g in compare_batched(results, list(built.leaves.values())))
+    if request is not None:  # one output alone: the others' gradients are missing
+        compare_batched(results[1:2], list(built.leaves.values()))
+
+
+@pytest.mark.parametrize("backend", ["native", "sdpa", "torch"])
+def test_vectorized_jacobian_is_pytorchs(backend):
+    if backend == "native":
+        pytest.importorskip("regard._native", reason="the native engine was not built")
+    inputs = tuple(torch.randn(1, 2, 4, 8, dtype=torch.float64) for _ in range(3))
+    function = functools.partial(regard.attention, is_causal=True, backend=backend)
+    stock = functools.partial(stock_attention, is_causal=True)
+    jacobian = torch.autograd.functional.jacobian
+    expected = jacobian(stock, inputs)
+    for strategy in ("reverse-mode", "forward-mode"):
+        for got, wanted in zip(jacobian(function, inputs, vectorize=True, strategy=strategy), expected, strict=True):
+            assert_close(got, wanted, torch.float64)
+
+
+@pytest.mark.parametrize("name", ["softmax", *NAMES])
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_gradcheck_in_batches(name, backend):
+    case = next(c for c in CASES if c.name == name)
+    built = build(case)
+    skip_unless_served(backend, built)
+    inputs = (built.query, built.key, built.value)
+    function = functools.partial(regard.attention, **built.arguments, backend=backend)
+    assert torch.autograd.gradcheck(
+        function,
+        inputs,
+        check_forward_ad=True,
+        check_batched_grad=True,
+        check_batched_forward_grad=True,
+        fast_mode=True,
+        atol=1e-4,
+        rtol=1e-3,
+    )
+    assert torch.autograd.gradgradcheck(function, inputs, check_batched_grad=True, fast_mode=True, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_batched_gradients_of_second_order(backend):
+    """A vectorized Hessian, and a derivative of a vectorized Jacobian."""
+    if backend == "native":
+        pytest.importorskip("regard._native", reason="the native engine was not built")
+    q, k, v = (torch.randn(1, 2, 4, 3, dtype=torch.float64) for _ in range(3))
+
+    def function(x):
+        return regard.attention(x, k, v, problem=Transport(Tsallis(1.5)), backend=backend).sin()
+
+    functional = torch.autograd.functional
+    hessian = functional.hessian(lambda x: function(x).sum(), q)
+    assert hessian.abs().max() > 1e-3
+    assert torch.allclose(functional.hessian(lambda x: function(x).sum(), q, vectorize=True), hessian)
+    leaf = q.clone().requires_grad_()
+    jacobians = [functional.jacobian(function, leaf, vectorize=v, create_graph=True) for v in (True, False)]
+    got, expected = (torch.autograd.grad(j.cos().sum(), leaf)[0] for j in jacobians)
+    assert torch.allclose(got, expected) and expected.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("together", [ops._TOGETHER, 1], ids=["together", "one by one"])
+def test_batched_gradients_stay_on_the_backend(together, monkeypatch):
+    """The engine computes all samples in one pass, or as many as memory is allowed for."""
+    pytest.importorskip("regard._native", reason="the native engine was not built")
+    passes = []
+    backward = native.backward
+    monkeypatch.setattr(native, "backward", lambda form, *rest: passes.append(form.shape[0]) or backward(form, *rest))
+    monkeypatch.setattr(ops, "_TOGETHER", together)
+    q, k, v = (torch.randn(2, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    out = regard.attention(q, k, v, is_causal=True, backend="native")
+    torch.autograd.grad(out, (q, k, v), torch.randn(3, *out.shape).double(), is_grads_batched=True, retain_graph=True)
+    assert passes == ([6] if together > 1 else [2, 2, 2])
+    compare_batched([out], [q, k, v])
+
+
+BATCHED = {
+    "dropout": {"dropout_p": 0.3},
+    "float mask": {"attn_mask": torch.randn(5, 6)},
+    "budget": {"problem": Transport(prior=Causal("bottom_right"), temperature=regard.MatchEntropy(0.7))},
+}
+
+
+@pytest.mark.parametrize("name", BATCHED)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lead", [(), (1,), (3, 2, 4)], ids=["2-D", "3-D", "5-D"])
+def test_batched_gradients_of_any_call(name, dtype, lead):
+    leaves = [torch.randn(*lead, T, 4).to(dtype).requires_grad_() for T in (5, 6, 6)]
+    compare_batched([regard.attention(*leaves, **BATCHED[name])], leaves, dtype=dtype)
+
+
+def test_batched_gradients_of_natural_attention():
+    leaves = [torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    compare_batched([regard.geometry.natural_attention(*leaves, damping=0.1)], leaves)
+
+
+@pytest.mark.parametrize("temperature", [1.0, regard.MatchEntropy(0.7)], ids=["softmax", "budget"])
+def test_batched_gradients_of_a_compiled_call(temperature):
+    leaves = [torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    function = functools.partial(regard.attention, problem=Transport(temperature=temperature))
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    incoming = torch.randn(3, 1, 2, 5, 4, dtype=torch.float64)
+    got = torch.autograd.grad(compiled(*leaves), leaves, incoming, is_grads_batched=True)
+    expected = torch.autograd.grad(function(*leaves), leaves, incoming, is_grads_batched=True)
+    assert all(map(torch.allclose, got, expected))
+
+
+def test_batched_gradients_under_checkpointing():
+    from torch.utils.checkpoint import checkpoint
+
+    leaves = [torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    incoming = torch.randn(3, 1, 2, 5, 4, dtype=torch.float64)
+    outputs = regard.attention(*leaves), checkpoint(regard.attention, *leaves, use_reentrant=False)
+    found = [torch.autograd.grad(out, leaves, incoming, is_grads_batched=True) for out in outputs]
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_mixed_second_derivative(backend):
+    """The query's gradient depends on the key, too, whichever transform asks."""
+    q, k, v = (torch.randn(1, 2, 4, 3, dtype=torch.float64) for _ in range(3))
+
+    def loss(a, b):
+        return regard.attention(a, b, v, backend=backend).sin().sum()
+
+    found = torch.func.grad(lambda b: torch.func.grad(loss)(q, b).cos().sum())(k)
+    a, b = q.clone().requires_grad_(), k.clone().requires_grad_()
+    (inner,) = torch.autograd.grad(loss(a, b), a, create_graph=True)
+    assert torch.allclose(found, torch.autograd.grad(inner.cos().sum(), b)[0]) and found.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_a_pullback_outlives_its_transform(backend):
+    q, k, v = (torch.randn(1, 2, 4, 3, dtype=torch.float64) for _ in range(3))
+    out, pull = torch.func.vjp(lambda a: regard.attention(a, k, v, backend=backend), q)
+    with torch.no_grad():
+        (found,) = pull(torch.ones_like(out))
+    assert torch.allclose(found, torch.func.grad(lambda a: regard.attention(a, k, v, backend=backend).sum())(q))
+
+
+def test_a_temperature_under_grad_and_jvp_is_no_zero():
+    """Its values are seen through those transforms, so that the native engine serves it."""
+    pytest.importorskip("regard._native", reason="the native engine was not built")
+    q, k, v = (torch.randn(1, 2, 4, 3, dtype=torch.float64) for _ in range(3))
+    tau = torch.tensor(0.7, dtype=torch.float64)
+
+    def loss(tau, backend="native"):
+        return regard.attention(q, k, v, problem=Transport(temperature=tau), backend=backend).sin().sum()
+
+    expected = torch.func.grad(lambda x: loss(x, "torch"))(tau)
+    assert torch.allclose(torch.func.grad(loss)(tau), expected)
+    assert torch.allclose(torch.func.jvp(loss, (tau,), (torch.ones_like(tau),))[1], expected)
+
+
+def test_third_derivative():
+    s = torch.tensor([0.3, -0.2, 0.9, 0.1], dtype=torch.float64)
+    for problem in (Transport(), Transport(Tsallis(1.5)), Transport(FermiDirac(), marginal=Rows(mass=1.5))):
+
+        def loss(x, problem=problem):
+            return (regard.solve(x, problem).weights * torch.arange(4.0, dtype=torch.float64)).sum()
+
+        def second(x, loss=loss):
+            return torch.func.grad(lambda y: torch.func.grad(loss)(y).sin().sum())(x).sum()
+
+        third = torch.func.grad(second)(s)
+        h, numeric = 1e-5, []
+        for j in range(4):
+            e = h * torch.nn.functional.one_hot(torch.tensor(j), 4)
+            numeric.append((second(s + e) - second(s - e)) / (2 * h))
+        assert torch.allclose(third, torch.stack(numeric), atol=1e-6), problem
+
+
+FUNCTIONS = {
+    "softmax": functools.partial(regard.attention, enable_gqa=True, backend="torch"),
+    "auto": functools.partial(regard.attention, enable_gqa=True, is_causal=True),
+    "entmax": functools.partial(regard.attention, enable_gqa=True, problem=Transport(Tsallis(1.5))),
+    "top-m": functools.partial(
+        regard.attention, enable_gqa=True, problem=Transport(FermiDirac(), marginal=Rows(mass=2))
+    ),
+    "free": functools.partial(regard.attention, enable_gqa=True, problem=Transport(Tsallis(1.7), marginal=Free(0.2))),
+    "biased": functools.partial(
+        regard.attention,
+        enable_gqa=True,
+        problem=Transport(prior=Causal("bottom_right") * Bias(torch.randn(2, 1, 5, 6, dtype=torch.float64))),
+        attn_mask=torch.randn(2, 1, 1, 6, dtype=torch.float64),
+    ),
+}
+by_function = pytest.mark.parametrize("name", FUNCTIONS)
+
+
+@by_function
+def test_func_grad_and_vmap(name):
+    function = FUNCTIONS[name]
+    q, k, v = (t.detach() for t in module_inputs())
+    gradient = torch.func.grad(lambda *a: function(*a).sin().sum(), argnums=(0, 1, 2))
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    expected = torch.autograd.grad(function(*leaves).sin().sum(), leaves)
+    assert all(map(torch.allclose, gradient(q, k, v), expected))
+
+    many_q, many_k = torch.stack([q, 2 * q, q / 2]), torch.stack([k, k + 1, 1.5 * k], 1)
+    got = torch.func.vmap(function, (0, 1, None))(many_q, many_k, v)
+    assert torch.allclose(got, torch.stack([function(a, b, v) for a, b in zip(many_q, many_k.unbind(1), strict=True)]))
+
+    per_sample = torch.func.vmap(gradient, (0, None, None))(many_q, k, v)
+    singly = [gradient(a, k, v) for a in many_q]
+    assert all(torch.allclose(per_sample[i], torch.stack([s[i] for s in singly])) for i in range(3))
+
+
+@by_function
+def test_func_jvp_and_hessian(name):
+    function = FUNCTIONS[name]
+    q, k, v = (t.detach() for t in module_inputs())
+    tangent, h = torch.randn_like(q), 1e-6
+    _, got = torch.func.jvp(lambda a: function(a, k, v), (q,), (tangent,))
+    numeric = (function(q + h * tangent, k, v) - function(q - h * tangent, k, v)) / (2 * h)
+    assert torch.allclose(got, numeric, atol=1e-6) and got.abs().max() > 1e-3
+
+    def loss(a):
+        return function(a, k, v).sin().sum()
+
+    assert torch.allclose(torch.func.hessian(loss)(q), torch.autograd.functional.hessian(loss, q), atol=1e-8)
+
+
+def test_vmap_over_a_parameter_of_the_problem():
+    q, k, v = (t.detach() for t in module_inputs())
+    taus = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+
+    def function(tau):
+        return regard.attention(q, k, v, enable_gqa=True, problem=Transport(Tsallis(1.5), temperature=tau)).sum()
+
+    expected = [torch.func.grad(function)(tau) for tau in taus]
+    assert torch.allclose(torch.func.vmap(torch.func.grad(function))(taus), torch.stack(expected))
+
+
+def test_forward_mode_is_never_silently_zero():
+    q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        for problem in (None, Transport(Tsallis(1.5))):
+            out = regard.attention(dual, k, v, problem=problem)
+            assert torch.autograd.forward_ad.unpack_dual(out).tangent.abs().max() > 0
+
+    def compiled_jvp(x):
+        function = functools.partial(regard.attention, problem=Transport(Tsallis(1.5)))
+        return torch.func.jvp(lambda a: function(a, k, v), (x,), (torch.ones_like(x),))[1]
+
+    with pytest.raises(Exception, match=r"forward mode under torch\.compile"):
+        torch.compile(compiled_jvp, fullgraph=True)(q)
+
+
+@pytest.mark.parametrize("problem", [None, Transport(Tsallis(1.5))], ids=["softmax", "entmax"])
+def test_autocast(problem):
+    q, k, v = (torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, aux = regard.attention(q, k, v, problem=problem, return_aux=AuxRequest(entropy=True))
+        wide = regard.attention(q.double(), k.double(), v.double(), problem=problem)
+    assert out.dtype == torch.bfloat16 and aux.entropy.dtype == torch.float32 and wide.dtype == torch.float64
+    (out.float().sum() + aux.entropy.sum()).backward()
+    assert q.grad.dtype == torch.float32
+    # Inside, nothing is computed in bfloat16: only the inputs were rounded.
+    rounded = [t.detach().bfloat16().double() for t in (q, k, v)]
+    exact, exact_aux = regard.attention(*rounded, problem=problem, return_aux=AuxRequest(entropy=True))
+    assert (aux.entropy - exact_aux.entropy).abs().max() < 1e-5
+    assert (out.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
+
+
+def test_saved_tensors_are_released():
+    """A context must not hold the inputs twice: the graph's memory goes when the output goes."""
+    import gc
+    import weakref
+
+    q, k, v = (torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3))
+    out = regard.attention(q, k, v, problem=Transport(Tsallis(1.5)))
+    ref = weakref.ref(out.grad_fn)
+    del out
+    gc.collect()
+    assert ref() is None
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(backend, reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    q, k, v = (torch.randn(1, 2, 8, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+
+    def function(q, k, v):
+        return regard.attention(q, k, v, dropout_p=0.2, backend=backend)
+
+    gradients = []
+    for run in (function, lambda *a: checkpoint(function, *a, use_reentrant=reentrant)):
+        torch.manual_seed(0)
+        for t in (q, k, v):
+            t.grad = None
+        run(q, k, v).sin().sum().backward()
+        gradients.append([t.grad for t in (q, k, v)])
+    assert all(map(torch.allclose, *gradients))
+
+
+def test_vmap_over_a_problem_and_out_of_an_aux():
+    q, k, v = (torch.randn(1, 2, 8, 4, dtype=torch.float64) for _ in range(3))
+    alphas = torch.tensor([1.5, 2.0], dtype=torch.float64)
+    got = torch.vmap(lambda p: regard.attention(q, k, v, problem=p))(Transport(Tsallis(alphas)))
+    expected = [regard.attention(q, k, v, problem=Transport(Tsallis(float(a)))) for a in alphas]
+    assert torch.allclose(got, torch.stack(expected))
+    _, aux = torch.vmap(lambda a: regard.attention(a, k, v, return_aux=AuxRequest(lse=True, kl=True)))(
+        torch.stack([q, q])
+    )
+    assert aux.lse.shape == (2, 1, 2, 8) and aux.entropy is None
+
+
+def test_transforms_of_statistics_are_right():
+    """Statistics without a promised gradient: under a transform nobody could tell, so they have one."""
+    q, k, v, tangent = (torch.randn(1, 2, 5, 4, dtype=torch.float64) for _ in range(4))
+
+    def kl(a):
+        return regard.attention(a, k, v, return_aux=AuxRequest(kl=True))[1].kl.sum()
+
+    h = 1e-6
+    numeric = (kl(q + h * tangent) - kl(q - h * tangent)) / (2 * h)
+    assert torch.allclose(torch.func.jvp(kl, (q,), (tangent,))[1], numeric, atol=1e-6)
+    assert torch.allclose((torch.func.grad(kl)(q) * tangent).sum(), numeric, atol=1e-6)
+
+    def output(a):
+        return regard.attention(a, k, v, return_aux=AuxRequest(kl=True))[0]
+
+    assert torch.equal(torch.func.jvp(output, (q,), (tangent,))[0], regard.attention(q, k, v))  # auto's own
+
+
+def test_compile_with_other_numbers():
+    q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
+    functions = {
+        "scale": lambda q, x: regard.attention(q, k, v, scale=x),
+        "sink": lambda q, x: regard.attention(q, k, v, problem=Transport(marginal=Rows(sink=x))),
+        "offset": lambda q, x: regard.attention(q, k, v, problem=Transport(Tsallis(2.0), marginal=Free(x))),
+        "temperature": lambda q, x: regard.attention(q, k, v, problem=Transport(temperature=x)),
+    }
+    for function in functions.values():
+        compiled = torch.compile(function, fullgraph=True)
+        for x in (0.5, 0.6, 0.7):
+            assert torch.allclose(compiled(q, x), function(q, x), atol=1e-6)
+
+
+def test_export_returning_an_aux():
+    class Call(torch.nn.Module):
+        def forward(self, q, k, v):
+            return regard.attention(q, k, v, return_aux=AuxRequest(entropy=True))
+
+    inputs = tuple(torch.randn(1, 2, 8, 4) for _ in range(3))
+    _, aux = torch.export.export(Call(), inputs).module()(*inputs)
+    assert torch.allclose(aux.entropy, Call()(*inputs)[1].entropy)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_softmax_has_a_second_derivative(backend):
+    """Whatever auto takes (stock PyTorch, where the native engine is missing, has none)."""
+    inputs = [torch.randn(1, 2, 4, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    if regard.select_backend(*inputs, is_causal=True, backend=backend).backend == "sdpa":
+        pytest.skip("served by stock PyTorch here")
+    function = functools.partial(regard.attention, is_causal=True, backend=backend)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_tracing_sees_an_operator_and_fake_tensors_are_never_read(backend):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    if backend == "native" and native._extension()[0] is None:
+        pytest.skip("no native engine")
+
+    def both(q, k, v):
+        out, aux = regard.attention(q, k, v, return_aux=regard.AuxRequest(entropy=True), backend=backend)
+        return out, aux.entropy
+
+    with FakeTensorMode() as mode:
+        q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
+        out, entropy = both(q, k, v)
+        assert out.shape == q.shape and entropy.shape == (1, 2, 40) and out.fake_mode is mode
+        given = [t.requires_grad_() for t in (q, k, v)]
+        assert [g.shape for g in torch.autograd.grad(both(*given)[0].sum(), given)] == [q.shape] * 3
+    q, k, v, other = (torch.randn(1, 2, 40, 16) for _ in range(4))
+    for how in ("real", "fake", "symbolic"):
+        graph = make_fx(both, tracing_mode=how)(q, k, v)
+        assert any("regard" in str(node.target) for node in graph.graph.nodes)
+        for found, expected in zip(graph(other, k, v), both(other, k, v), strict=True):  # not a constant of the tracing
+            assert torch.equal(found, expected)

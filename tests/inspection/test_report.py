@@ -1,0 +1,422 @@
+"""The report: one file that needs nothing, shows what is in the record and runs nothing that is in the record.
+
+The page itself is tested in headless Chromium. Where there is none these tests are skipped and counted;
+REGARD_REQUIRE_BROWSER=1 makes that a failure, REGARD_BROWSER names another browser of the family, and
+REGARD_SCREENSHOTS a folder that keeps the screenshots.
+"""
+
+import base64
+import copy
+import hashlib
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from regard.inspection.findings import find, verdict
+from regard.inspection.report import incomparable, to_html
+from support.browser import ATTACK, colour_of, contrast, fills, luminance, part
+from support.inspections import TEXT, inspection, tiled
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def hostile() -> dict:
+    """A record with script wherever text can be."""
+    record = copy.deepcopy(inspection())
+    record["provenance"].update(model=ATTACK, text=ATTACK, problem=ATTACK)
+    record["window"]["tokens"][5] = ATTACK
+    record["top_keys"]["tokens"] = dict.fromkeys(record["top_keys"]["tokens"], ATTACK)
+    record["findings"] = [f.to_dict() for f in find(record)]
+    for finding in record["findings"]:
+        finding.update(rule=ATTACK, message=ATTACK, why=ATTACK, remedy=ATTACK, source=ATTACK)
+    record["statistics"].append(ATTACK)
+    record["heads"][0]["mean"][ATTACK] = 1.0
+    record["positions"]["values"][ATTACK] = record["positions"]["values"]["entropy"]
+    return record
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_holds_the_record():
+    record = inspection()
+    page = to_html(record)
+    data = json.loads(part(page, r'<script type="application/json" id="data">(.*?)</script>'))
+    found = find(record)
+    assert data["record"] == {**record, "findings": [f.to_dict() for f in found]}
+    assert html.escape(verdict(record, found)) in page
+    assert page == to_html(record)
+
+
+def test_findings_in_the_record_are_shown_as_they_are():
+    record = copy.deepcopy(inspection())
+    record["findings"] = [find(record)[0].to_dict()]
+    data = json.loads(part(to_html(record), r'id="data">(.*?)</script>'))
+    assert data["record"]["findings"] == record["findings"]
+
+
+def test_the_policy_allows_the_page_s_own_script_and_style_only():
+    page = to_html(inspection())
+    policy = part(page, r'http-equiv="Content-Security-Policy" content="(.*?)"')
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules["default-src"] == "'none'"
+    for tag, rule in (("style", "style-src"), ("script", "script-src")):
+        text = part(page, rf"<{tag}>(.*?)</{tag}>")
+        assert rules[rule] == f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    assert "{{" not in page
+
+
+def test_nothing_is_referred_to():
+    page = to_html(inspection())
+    assert set(re.findall(r"https?://[\w./-]+", page)) == {"http://www.w3.org/2000/svg"}  # a name, not a place
+    assert re.findall(r'(?:src|href)="([^"]*)"', page) == ["data:,"]
+    assert "@import" not in page and "url(" not in part(page, r"<style>(.*?)</style>")
+
+
+def test_text_is_never_markup():
+    folder = resources.files("regard.inspection")
+    script = "".join(folder.joinpath(name).read_text("utf-8") for name in ("plots.js", "page.js"))
+    for unsafe in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function"):
+        assert unsafe not in script
+    page = to_html(hostile(), hostile())
+    assert "<img" not in page
+    assert page.count("<script") == page.count("</script") == 2
+    assert html.escape(ATTACK) in page
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node, which checks the script's syntax, is not installed")
+def test_the_script_parses():
+    for name in ("plots.js", "page.js", "training.js"):
+        with resources.as_file(resources.files("regard.inspection").joinpath(name)) as path:
+            subprocess.run(["node", "--check", str(path)], check=True)
+
+
+def test_a_wheel_carries_the_page(tmp_path):
+    code = (
+        "import sys; from scikit_build_core.build import build_wheel; "
+        "print(build_wheel(sys.argv[1], {'wheel.cmake': 'false', 'wheel.py-api': 'py3'}))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    [wheel] = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    parts = ("page.html", "page.css", "page.js", "plots.js", "training.html", "training.js")
+    assert {f"regard/inspection/{part}" for part in parts} <= set(names)
+
+
+def test_records_of_other_shapes_are_not_compared():
+    record = inspection()
+    assert incomparable(record, inspection(seed=3)) is None
+    reason = incomparable(record, tiled(record, 4, 8))
+    assert reason is not None
+    assert "6 layers with 48 heads in all (8 each), the second 4 layers with 32 heads in all (8 each)" in reason
+    with pytest.raises(ValueError, match="other: expected format"):
+        to_html(record, {})
+
+
+# --- the page in a browser --------------------------------------------------------------------------------------------
+
+
+class Show:
+    """show(record, other, ...) -> the page; what went wrong and what was asked for is kept."""
+
+    def __init__(self, browser, folder: Path) -> None:
+        self.browser, self.folder = browser, folder
+        self.opened, self.requests, self.errors = [], [], []
+
+    def __call__(self, record, other=None, width=1280, scheme="light", address=""):
+        path = self.folder / f"report{len(self.opened)}.html"
+        path.write_text(to_html(record, other), "utf-8")
+        context = self.browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        self.opened.append((context, path.as_uri()))
+        page = context.new_page()
+        page.set_default_timeout(60_000)
+        page.on("request", lambda request: self.requests.append(request.url.partition("#")[0]))
+        page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.goto(path.as_uri() + address)
+        page.wait_for_selector("#map rect.cell")
+        return page
+
+
+@pytest.fixture
+def show(browser, tmp_path):
+    """Afterwards: no error, and nothing was asked for but the file."""
+    show = Show(browser, tmp_path)
+    yield show
+    assert show.errors == []
+    assert show.requests == [address for _, address in show.opened]
+    for context, _ in show.opened:
+        context.close()
+
+
+def rows(page) -> list[str]:
+    return page.eval_on_selector_all("#table tbody tr", "rows => rows.map(r => r.dataset.head)")
+
+
+def test_the_map_shows_every_head(show):
+    page = show(inspection())
+    assert page.locator("#map rect.cell").count() == 48
+    assert len(set(fills(page))) > 30
+    assert "1 alarm" in page.inner_text("#verdict")
+    assert "entropy / log n" in page.inner_text("#map-legend")
+
+
+def test_the_metric_changes_the_map(show):
+    record = inspection()
+    page = show(record)
+    before = fills(page)
+    page.select_option("#metric", "first_key_mass")
+    after = fills(page)
+    assert after != before
+    # Colours follow the values: the largest sink is at viridis' yellow end, the smallest at its violet one.
+    masses = [h["mean"]["first_key_mass"] for h in record["heads"]]
+    assert sorted(range(48), key=masses.__getitem__)[-1] == max(range(48), key=lambda i: green(after[i]))
+    page.select_option("#metric", "relative_norm")
+    before = fills(page)
+    page.check("#stretch")
+    assert fills(page) != before
+    norms = [h["mean"]["relative_norm"] for h in record["heads"]]
+    assert fills(page)[norms.index(min(norms))] == "rgb(68,1,84)"  # the end of the scale is the smallest value found
+    page.uncheck("#stretch")
+    page.select_option("#metric", "first_key_mass")
+    page.select_option("#kind", "max")
+    assert fills(page) != after
+    assert "weight on the first key, largest over queries" in page.inner_text("#map-legend")
+
+
+def green(colour: str) -> int:
+    return int(colour.split(",")[1])
+
+
+def test_a_click_opens_a_head(show):
+    record = inspection()
+    page = show(record)
+    page.click('#map rect[data-head="L0H2"]')
+    assert page.inner_text("#panel-title") == "Layer 0, head 2"
+    assert page.url.endswith("#L0H2")
+    entropy = next(h["mean"]["entropy"] for h in record["heads"] if (h["layer"], h["head"]) == (0, 2))
+    assert f"{entropy:.3f}" in page.inner_text("#numbers")
+    assert "sink" in page.inner_text("#panel-findings")
+    page.click('#scatter circle[data-head="L3H4"]')
+    assert page.inner_text("#panel-title") == "Layer 3, head 4"
+
+
+def test_the_keyboard_reaches_and_moves(show):
+    page = show(inspection())
+    for _ in range(10):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.parentElement.id") == "map":
+            break
+    else:
+        pytest.fail("Tab does not reach the map")
+    # It begins at the gravest finding, layer 2, head 0.
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text("#readout").startswith("Layer 1, head 1: entropy / log n")
+    assert page.inner_text("#panel-title") == "Layer 2, head 0"
+    page.keyboard.press("Enter")
+    assert page.inner_text("#panel-title") == "Layer 1, head 1"
+    page.focus("#scatter svg")
+    page.keyboard.press("ArrowRight")
+    assert not page.inner_text("#readout").startswith("Layer 1, head 1:")
+
+
+def test_the_cursor_is_shared(show):
+    page = show(inspection())
+    page.hover('#map rect[data-head="L4H5"]')
+    assert page.inner_text("#readout").startswith("Layer 4, head 5:")
+    assert page.get_attribute("#table tr.cursor", "data-head") == "L4H5"
+    mark, point = (page.get_attribute(s, "cx") for s in ("#scatter .mark.edge", '#scatter [data-head="L4H5"]'))
+    assert mark == point
+    page.hover('#table tr[data-head="L0H1"]')
+    assert page.inner_text("#readout").startswith("Layer 0, head 1:")
+
+
+def test_the_table_sorts_and_filters(show):
+    record = inspection()
+    page = show(record)
+    names = [f"L{h['layer']}H{h['head']}" for h in record["heads"]]
+    assert rows(page) == names
+    by_entropy = sorted(range(48), key=lambda i: record["heads"][i]["mean"]["entropy"])
+    page.click('#table button[data-column="entropy"]')
+    assert rows(page) == [names[i] for i in reversed(by_entropy)]
+    assert page.get_attribute("#table th:has(button[data-column=entropy])", "aria-sort") == "descending"
+    page.keyboard.press("Enter")  # the button keeps the focus
+    assert rows(page) == [names[i] for i in by_entropy]
+    page.select_option("#rule", "diffuse")
+    diffuse = {f"L{f.layer}H{f.head}" for f in find(record) if f.rule == "diffuse"}
+    assert set(rows(page)) == diffuse
+
+
+def test_findings_lead_to_their_heads(show):
+    page = show(inspection())
+    page.locator("#findings summary", has_text="induction").click()
+    page.locator("#findings details[open] a", has_text="L1 H0").first.click()
+    assert page.inner_text("#panel-title") == "Layer 1, head 0"
+    assert "induction" in page.inner_text("#panel-findings")
+
+
+def test_an_address_names_a_head(show):
+    assert show(inspection(), address="#L5H7").inner_text("#panel-title") == "Layer 5, head 7"
+    assert show(inspection(), address="#nowhere").inner_text("#panel-title") == "Layer 2, head 0"
+
+
+def test_the_views_of_a_head(show):
+    record = inspection()
+    page = show(record, address="#L0H0")  # reads the token before
+    assert page.locator("#position path").count() == 2  # the head and the null
+    assert page.locator("#path path").count() == 1
+    assert "τ = 1:" in page.inner_text("#path .readout")
+    page.focus("#path svg[tabindex]")
+    page.keyboard.press("ArrowLeft")
+    assert f"τ = 0.71: this head {record['paths']['entropy'][0][2]:.3f}" in page.inner_text("#path .readout")
+    page.locator("#strip button").nth(20).click()
+    assert re.match(r"20 .* reads 19 .* most: (0\.9|1)", page.inner_text("#window-readout"))
+    page.focus("#window")
+    page.keyboard.press("ArrowDown")
+    assert page.inner_text("#window-readout").startswith("21 ")
+    box = page.locator("#window").bounding_box()
+    page.mouse.move(box["x"] + box["height"] * 9.5 / 48, box["y"] + box["height"] * 10.5 / 48)
+    assert re.match(r"10 .* reads 9 “␣lay”: (0\.9|1)", page.inner_text("#window-readout"))
+    query = record["top_keys"]["queries"][12]
+    page.select_option("#query", str(query))
+    assert page.locator("#top .place").first.inner_text() == str(query - 1)
+    page.click("#statistics-details summary")
+    assert page.locator("#statistics tbody tr").count() == len(record["statistics"])
+
+
+def test_a_record_without_views_hides_them(show):
+    page = show(tiled(inspection(), 3, 4))
+    for view in ("path", "window", "strip", "top"):
+        assert not page.is_visible(f"#{view}-figure")
+    assert page.is_visible("#position-figure")
+    bare = {name: inspection()[name] for name in ("format", "version", "statistics", "heads")}
+    page = show(bare)
+    assert not page.is_visible("#position-figure")
+    assert page.inner_text("h1") == "model"
+
+
+def test_missing_numbers_are_shown_as_missing(show):
+    record = copy.deepcopy(inspection())
+    for name in ("normalized_entropy", "induction"):
+        record["heads"][3]["mean"][name] = None
+    page = show(record)
+    assert page.get_attribute('#map rect[data-head="L0H3"]', "class") == "cell missing"
+    page.hover('#map rect[data-head="L0H3"]')
+    assert "entropy / log n –" in page.inner_text("#readout")
+    page.click('#table button[data-column="induction"]')
+    assert rows(page)[-1] == "L0H3"
+    page.click('#table button[data-column="induction"]')
+    assert rows(page)[-1] == "L0H3"
+
+
+def test_two_checkpoints_are_compared(show):
+    first, second = inspection(), inspection(seed=3)
+    page = show(first, second)
+    assert "Compared with" in page.inner_text("#compared")
+    own = fills(page)
+    page.select_option("#view", "second")
+    assert fills(page) != own
+    page.select_option("#view", "difference")
+    assert "minus" in page.inner_text("#map-legend")
+    changes = [
+        b["mean"]["normalized_entropy"] - a["mean"]["normalized_entropy"]
+        for a, b in zip(first["heads"], second["heads"], strict=True)
+    ]
+    order = sorted(range(48), key=lambda i: -changes[i])
+    page.click('#table button[data-column="difference"]')
+    names = [f"L{h['layer']}H{h['head']}" for h in first["heads"]]
+    assert rows(page) == [names[i] for i in order]
+    page.hover(f'#map rect[data-head="{names[order[-1]]}"]')
+    assert f"−{-changes[order[-1]]:.3f}" in page.inner_text("#readout")
+    # Red is more, blue is less.
+    red, _, blue = (int(c) for c in re.findall(r"\d+", fills(page)[order[0]]))
+    assert red > blue
+    red, _, blue = (int(c) for c in re.findall(r"\d+", fills(page)[order[-1]]))
+    assert red < blue
+    assert page.locator("#comparison-table tbody tr").count() == len(first["statistics"])
+    assert page.locator("#path path").count() == 2
+
+
+def test_texts_of_different_lengths_are_compared_as_far_as_both_go(show):
+    long, short = inspection(), inspection(text=" ".join(TEXT.split(" ")[:40]))
+    for first, second in ((long, short), (short, long)):
+        page = show(first, second)
+        assert page.locator("#position path").count() == 3  # both, and the null
+        assert ("(second) –" in page.inner_text("#position .readout")) == (first is long)
+
+
+def test_what_tells_most_comes_first(show):
+    page = show(inspection())
+    columns = page.eval_on_selector_all("#table thead button", "nodes => nodes.map(n => n.dataset.column)")
+    telling = ["entropy", "normalized_entropy", "score_variance", "first_key_mass", "max_weight", "max_scores"]
+    assert [c for c in columns if c in inspection()["statistics"]][:6] == telling
+    assert set(inspection()["statistics"]) <= set(columns)
+
+
+def test_two_that_do_not_match_say_so(show):
+    page = show(inspection(), tiled(inspection(), 4, 8))
+    assert "Not compared head by head: the first has 6 layers" in page.inner_text("#comparison-message")
+    assert not page.is_visible("#view")
+    assert page.locator("#map rect.cell").count() == 48
+
+
+def test_script_in_the_text_is_shown_and_not_run(show):
+    page = show(hostile(), hostile())
+    page.select_option("#metric", ATTACK)
+    page.select_option("#position-statistic", ATTACK)
+    page.locator("#strip button").nth(5).click()
+    page.hover("#map rect.cell >> nth=0")
+    assert page.evaluate("window.harmed") is None
+    assert page.locator("img").count() == 0
+    assert page.inner_text("h1") == ATTACK
+    assert ATTACK in page.inner_text("#strip")
+    assert ATTACK in page.inner_text("#top")
+
+
+def test_the_page_could_not_send_if_it_wanted(show):
+    page = show(inspection())
+    failures = []
+    page.on("requestfailed", lambda request: failures.append((request.url, request.failure)))
+    with page.expect_event("requestfailed"):
+        page.evaluate("() => { new Image().src = 'https://example.invalid/x.png'; }")
+    assert failures == [("https://example.invalid/x.png", "csp")]
+    assert show.requests.pop() == "https://example.invalid/x.png"  # the attempt, which the policy stopped
+    assert "violates the following Content Security Policy" in show.errors.pop()
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(30, 9), (48, 64), (1, 1)])
+def test_models_of_any_size(show, layers, heads):
+    page = show(tiled(inspection(), layers, heads))
+    assert page.locator("#map rect.cell").count() == layers * heads
+    assert page.locator("#map svg").bounding_box()["width"] < 640
+    shown = min(layers * heads, 200)
+    assert page.locator("#table tbody tr").count() == shown
+    if layers * heads == 270:
+        page.click("#more")
+        assert page.locator("#table tbody tr").count() == layers * heads
+    corner = f"L{layers - 1}H{heads - 1}"
+    page.click(f'#map rect[data-head="{corner}"]')
+    assert page.inner_text("#panel-title") == f"Layer {layers - 1}, head {heads - 1}"
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 360), ("dark", 1280), ("dark", 360)])
+def test_it_reads_well_on_any_screen(show, tmp_path, scheme, width):
+    page = show(inspection(), inspection(seed=3), width=width, scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for selector, ground in (("body", "body"), (".facts", "body"), (".tag", "#panel"), (".verdict", ".verdict")):
+        assert contrast(page, selector, ground) > 4.5, selector
+    assert (luminance(colour_of(page, "body", "backgroundColor")) < 0.1) == (scheme == "dark")
+    folder = Path(os.environ.get("REGARD_SCREENSHOTS", tmp_path))
+    shot = page.screenshot(path=str(folder / f"report-{scheme}-{width}.png"), full_page=True)
+    assert len(shot) > 50_000

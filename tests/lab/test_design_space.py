@@ -1,0 +1,69 @@
+"""The table of the design space: every cell runs, is an optimum where it is a problem, and is on the page."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+import regard
+from regard.features import Features
+from regard.lab import design_space
+from regard.lab.design_space import CELLS, MARGINALS, REGULARIZERS, Cell, run
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.expression}{' causal' * cell.is_causal}")
+def test_every_cell_runs(cell):
+    found = run(cell.made, cell.is_causal)
+    assert found.out.shape == (1, design_space.H, design_space.T, design_space.D) and found.out.isfinite().all()
+    assert found.out.any()
+    assert (found.residual is None) == isinstance(cell.made, Features)
+    assert found.residual is None or found.residual < 1e-9
+    assert cell.names and cell.reference
+
+
+@pytest.mark.parametrize("regularizer", REGULARIZERS)
+@pytest.mark.parametrize("marginal", MARGINALS)
+def test_the_whole_plane_runs(regularizer, marginal):
+    found = run(Cell(f"Transport({regularizer}, marginal={marginal})", "", "").made)
+    assert found.out.isfinite().all() and found.residual < 1e-9
+
+
+def test_a_plan_that_is_no_optimum_is_seen(monkeypatch):
+    solve = regard.solve
+
+    def wrong(scores, problem):
+        plan = solve(scores, problem)
+        return dataclasses.replace(plan, weights=plan.weights.roll(1, -1))
+
+    monkeypatch.setattr(regard, "solve", wrong)
+    assert run(CELLS[0].made).residual > 1e-2
+
+
+def test_names_of_the_plane():
+    assert design_space.name_in_plane("Tsallis(2.0)", "Rows()") == "sparsemax"
+    assert design_space.name_in_plane("FermiDirac()", "Rows(mass=2.0)").startswith("soft top-m")
+    assert design_space.name_in_plane("Tsallis(1.5)", "Rows(relax=0.5)") == "–"
+
+
+def test_every_reference_has_a_title_and_every_title_a_cell():
+    cited = {name for cell in CELLS if cell.reference != design_space.UNNAMED for name in cell.reference.split("; ")}
+    assert cited == design_space.REFERENCES.keys()
+
+
+def test_the_page_is_written_by_the_code():
+    page = Path(__file__).resolve().parents[2] / "docs" / "design-space.md"
+    torch.manual_seed(7)  # what is drawn elsewhere does not matter
+    assert page.read_text() == design_space.to_markdown(), "run python -m regard.lab.design_space"
+
+
+def test_the_relative_bias_is_one_of_the_distance():
+    (cell,) = (cell for cell in CELLS if cell.names == "relative position bias")
+    bias = eval("log_prior", design_space._names())
+    assert bias.shape == (design_space.H, design_space.T, design_space.T) and "Bias(log_prior)" in cell.expression
+    assert torch.equal(bias[:, 1:, 1:], bias[:, :-1, :-1])
+    assert len(bias[:, 0].unique()) == len(bias[:, :, 0].unique()) == bias[:, 0].numel()  # both ways, every head
+
+
+def test_every_cell_is_another_one():
+    assert len({(cell.expression, cell.is_causal) for cell in CELLS}) == len(CELLS)

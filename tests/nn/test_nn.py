@@ -1,0 +1,691 @@
+"""`regard.nn`: PyTorch's MultiheadAttention again, learned temperatures, the transformer and its broken variants."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import regard
+from regard import KL, ALiBi, Causal, FDivergence, Rows, RowsAndColumns, Transport, Tsallis
+from regard.features import LinearAttention, Performer, ReLUFeatures
+from regard.nn import MultiheadAttention, Temperature, Transformer
+from regard.nn.declared import built
+from regard.nn.transformer import Block
+from regard.nn.variants import VARIANTS, mask_to_zero, no_mask, no_scaling, no_shift, raw_dot_products, relu_features
+
+B, T, S, E, H = 2, 5, 7, 12, 3
+
+
+def both(**kwargs):
+    """PyTorch's module and ours with its weights, in float64 (biases other than 0)."""
+    torch.manual_seed(0)
+    theirs = nn.MultiheadAttention(E, H, dtype=torch.float64, **kwargs)
+    for parameter in theirs.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter)
+    ours = MultiheadAttention(E, H, dtype=torch.float64, **kwargs)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    return theirs, ours
+
+
+def gradients(module, inputs, call):
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    out, weights = module(*inputs, **call)
+    loss = (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum()
+    if weights is not None:
+        loss = loss + (weights * torch.linspace(-1, 2, weights.numel(), dtype=out.dtype).view_as(weights)).sum()
+    loss.backward()
+    return out, weights, [x.grad for x in inputs], {n: p.grad for n, p in module.named_parameters()}
+
+
+def inputs(kdim=E, vdim=E, batch_first=True, batched=True):
+    found = [torch.randn(B, n, e, dtype=torch.float64) for n, e in ((T, E), (S, kdim), (S, vdim))]
+    if not batched:
+        return [x[0] for x in found]
+    return found if batch_first else [x.transpose(0, 1) for x in found]
+
+
+forbidden = torch.rand(T, S) < 0.3
+forbidden[:, 2] = False
+padding = torch.zeros(B, S, dtype=torch.bool)
+padding[1, 4:] = True
+CALLS = {
+    "weights": {},
+    "weights per head": {"average_attn_weights": False},
+    "no weights": {"need_weights": False},
+    "bool mask": {"attn_mask": forbidden},
+    "float mask": {"attn_mask": torch.linspace(-2, 2, T * S, dtype=torch.float64).view(T, S), "need_weights": False},
+    "mask per head": {"attn_mask": forbidden.repeat(B * H, 1, 1)},
+    "padding": {"key_padding_mask": padding, "need_weights": False},
+    "both": {"attn_mask": forbidden, "key_padding_mask": padding},
+    "float padding": {
+        "attn_mask": torch.zeros(T, S, dtype=torch.float64).masked_fill(forbidden, -math.inf),
+        "key_padding_mask": torch.zeros(B, S, dtype=torch.float64).masked_fill(padding, -math.inf),
+    },
+}
+KINDS = {
+    "plain": {"batch_first": True},
+    "sequence first": {},
+    "no bias": {"bias": False, "batch_first": True},
+    "own sizes": {"kdim": 8, "vdim": 6, "batch_first": True},
+    "added keys": {"add_bias_kv": True, "add_zero_attn": True, "batch_first": True},
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_multihead_attention_is_pytorchs(kind, call):
+    theirs, ours = both(**kind)
+    given = inputs(kind.get("kdim", E), kind.get("vdim", E), kind.get("batch_first", False))
+    for wanted, found in zip(gradients(theirs, given, call), gradients(ours, given, call), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_multihead_attention_without_a_batch():
+    theirs, ours = both()
+    given = inputs(batched=False)
+    call = {"key_padding_mask": padding[1], "average_attn_weights": False}
+    for wanted, found in zip(gradients(theirs, given, call), gradients(ours, given, call), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_causal_hint_with_and_without_its_mask(need_weights, added):
+    theirs, ours = both(batch_first=True, add_zero_attn=added)
+    x = torch.randn(B, T, E, dtype=torch.float64)
+    causal = torch.ones(T, T, dtype=torch.bool).triu(1)
+    wanted = theirs(x, x, x, attn_mask=causal, need_weights=need_weights)
+    for mask in (None, causal):
+        found = ours(x, x, x, attn_mask=mask, is_causal=True, need_weights=need_weights)
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_multihead_attention_solves_its_problem():
+    _, ours = both(batch_first=True)
+    x = torch.randn(B, T, E, dtype=torch.float64)
+    ours.problem = Transport(Tsallis(1.5), prior=Causal())
+    out, weights = ours(x, x, x, average_attn_weights=False)
+    assert (weights.triu(1) == 0).all() and (weights == 0).sum() > B * H * T * (T - 1) / 2
+    torch.testing.assert_close(weights.sum(-1), torch.ones(B, H, T, dtype=torch.float64))
+    v = (x @ ours.in_proj_weight[2 * E :].T + ours.in_proj_bias[2 * E :]).unflatten(2, (H, -1)).transpose(1, 2)
+    torch.testing.assert_close(out, ours.out_proj((weights @ v).transpose(1, 2).flatten(2)))
+
+
+class Learned(nn.Module):
+    def __init__(self, heads):
+        super().__init__()
+        self.temperature = Temperature(heads)
+        self.sink = nn.Parameter(torch.zeros(heads))
+
+    def forward(self):
+        return Transport(KL(), marginal=Rows(sink=self.sink), temperature=self.temperature())
+
+
+def test_a_learned_problem_is_part_of_the_module():
+    learned = Learned(H)
+    module = MultiheadAttention(E, H, batch_first=True, problem=learned)
+    assert {"problem.sink", "problem.temperature.log_temperature"} < set(module.state_dict())
+    x = torch.randn(B, T, E)
+    module(x, x, x, is_causal=True, need_weights=False)[0].square().sum().backward()
+    assert all(p.grad.abs().sum() > 0 for p in learned.parameters())
+
+
+def test_an_encoder_layer_cannot_pass_it_by():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(E, 2, 16, batch_first=True).eval()
+    x, before = torch.randn(B, T, E), None
+    for problem in (None, Transport(Tsallis(2.0), temperature=0.1)):
+        ours = MultiheadAttention(E, 2, batch_first=True, problem=problem)
+        ours.load_state_dict(layer.self_attn.state_dict())
+        with torch.no_grad():
+            before = layer(x) if before is None else before
+            layer.self_attn = ours.eval()
+            after = layer(x)
+        assert torch.allclose(before, after, atol=1e-5) == (problem is None)
+
+
+def test_a_query_without_keys_gets_only_the_bias():
+    _, ours = both(batch_first=True)
+    x = torch.randn(B, T, E, dtype=torch.float64)
+    out, weights = ours(x, x, x, key_padding_mask=torch.ones(B, T, dtype=torch.bool))
+    assert torch.equal(out, ours.out_proj.bias.expand_as(out)) and (weights == 0).all()
+
+
+def test_multihead_attention_says_what_is_wrong():
+    module = MultiheadAttention(E, H, batch_first=True)
+    x = torch.randn(B, T, E)
+    with pytest.raises(ValueError, match=r"attn_mask: expected shape \[5, 5\] or \[6, 5, 5\], got \[4, 5\]"):
+        module(x, x, x, attn_mask=torch.zeros(4, 5))
+    with pytest.raises(ValueError, match=r"key_padding_mask: expected shape \[2, 5\], got \[5, 2\]"):
+        module(x, x, x, key_padding_mask=torch.zeros(5, 2, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"key: expected shape .* got \[5, 12\]"):
+        module(x, x[0], x)
+    with pytest.raises(TypeError, match="problem: expected a Transport"):
+        MultiheadAttention(E, H, problem="softmax")
+
+
+# --- both marginals, and features -------------------------------------------------------------------------------------
+
+COLUMNS = Transport(marginal=RowsAndColumns(tolerance=1e-12))
+
+
+def test_multihead_attention_with_both_marginals():
+    _, ours = both(batch_first=True)
+    ours.problem = COLUMNS
+    found = inputs()
+    out, weights, grads, _ = gradients(ours, found, {"average_attn_weights": False})
+    torch.testing.assert_close(weights.sum(-1), torch.ones(B, H, T, dtype=torch.float64))
+    torch.testing.assert_close(weights.sum(-2), torch.full((B, H, S), T / S, dtype=torch.float64))
+    q, k, v = ours._projected(*found)
+    expected = regard.attention(q, k, v, problem=COLUMNS, backend="torch")
+    torch.testing.assert_close(out, ours.out_proj(expected.transpose(1, 2).flatten(2)))
+    assert all(g.isfinite().all() and g.abs().max() > 0 for g in grads)
+    with pytest.raises(ValueError, match="causal"):
+        ours(*[found[0]] * 3, is_causal=True)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_padding_takes_no_part_in_both_marginals(kind):
+    _, ours = both(batch_first=True)
+    ours.problem = COLUMNS
+    x, idle = torch.randn(B, T, E, dtype=torch.float64), torch.zeros(B, T, dtype=torch.bool)
+    idle[1, 3:] = True
+    mask = idle if kind == "bool" else torch.zeros(B, T, dtype=torch.float64).masked_fill(idle, -math.inf)
+    out, weights = ours(x, x, x, key_padding_mask=mask)
+    alone, _ = ours(x[1:, :3], x[1:, :3], x[1:, :3])
+    torch.testing.assert_close(out[1:, :3], alone)
+    assert (weights[1, 3:] == 0).all() and (weights[1, :, 3:] == 0).all()
+    # Cross-attention says nothing of its queries: all ship.
+    _, weights = ours(x, x.clone(), x, key_padding_mask=mask)
+    torch.testing.assert_close(weights[1].sum(0), torch.tensor([T / 3] * 3 + [0, 0], dtype=torch.float64))
+
+
+def test_checkpointing_keeps_padding_out():
+    """It hands one tensor on as three, of the same memory."""
+    module = MultiheadAttention(E, H, batch_first=True, problem=COLUMNS).double()
+    x, idle = torch.randn(B, T, E, dtype=torch.float64), torch.zeros(B, T, dtype=torch.bool)
+    idle[1, 3:] = True
+    found = []
+    for again in (False, True):
+        y = x.clone().requires_grad_()
+        call = lambda *given: module(*given, key_padding_mask=idle, need_weights=False)[0]  # noqa: E731
+        out = checkpoint(call, y, y, y, use_reentrant=True) if again else call(y, y, y)
+        out.square().sum().backward()
+        found.append(y.grad)
+    torch.testing.assert_close(*found)
+
+
+FEATURES = {
+    "linear": LinearAttention,
+    "relu": ReLUFeatures,
+    "performer": lambda: Performer(E // H, 16, generator=torch.Generator().manual_seed(0)),
+}
+FEATURE_CALLS = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "causal, by a mask": {"is_causal": True, "attn_mask": torch.ones(S, S, dtype=torch.bool).triu(1)},
+    "padding": {"key_padding_mask": padding},
+    "float padding": {"key_padding_mask": torch.zeros(B, S, dtype=torch.float64).masked_fill(padding, -math.inf)},
+}
+
+
+@pytest.mark.parametrize("call", FEATURE_CALLS.values(), ids=FEATURE_CALLS)
+@pytest.mark.parametrize("made", FEATURES.values(), ids=FEATURES)
+def test_multihead_attention_by_features(made, call):
+    _, ours = both(batch_first=True)
+    features = ours.problem = made().double()
+    x = torch.randn(B, S, E, dtype=torch.float64)
+    out, weights, grads, _ = gradients(ours, [x, x, x], {**call, "average_attn_weights": False})
+    q, k, v = ours._projected(x, x, x)
+    scale = math.sqrt(E // H) ** -1 if made is FEATURES["performer"] else None
+    phi = [features.features(t, scale) for t in (q, k)]
+    kernel = phi[0][0] @ (phi[1][0] if phi[1][1] is None else phi[1][0] * phi[1][1].exp()).mT
+    if call.get("is_causal"):
+        kernel = kernel.tril()
+    if "key_padding_mask" in call:
+        kernel = kernel.masked_fill(padding[:, None, None], 0.0)
+    plan = kernel / kernel.sum(-1, keepdim=True)
+    plan = plan.nan_to_num(0.0)  # a row that no ReLU sees
+    torch.testing.assert_close(weights, plan)
+    torch.testing.assert_close(out, ours.out_proj((plan @ v).transpose(1, 2).flatten(2)))
+    assert all(g.isfinite().all() for g in grads) and grads[2].abs().max() > 0
+
+
+def test_weights_are_of_the_same_draw():
+    _, ours = both(batch_first=True)
+    ours.problem = Performer(E // H, 16, redraw_interval=1).double()
+    x = torch.randn(B, S, E, dtype=torch.float64)
+    for _ in range(2):
+        out, weights = ours(x, x, x, average_attn_weights=False)
+        expected = (weights @ ours._projected(x, x, x)[2]).transpose(1, 2).flatten(2)
+        torch.testing.assert_close(out, ours.out_proj(expected))
+
+
+def test_features_read_the_keys_that_were_added():
+    _, ours = both(batch_first=True, add_bias_kv=True, add_zero_attn=True)
+    ours.problem = LinearAttention()
+    found = inputs()
+    _, weights = ours(*found, key_padding_mask=padding)
+    assert weights.shape == (B, T, S + 2) and (weights[1, :, 4:S] == 0).all() and (weights[..., S:] > 0).all()
+    with pytest.raises(ValueError, match="is_causal: expected False for attention by features with add_bias_kv"):
+        ours(*found, is_causal=True)
+
+
+def test_attention_by_features_says_what_it_cannot():
+    x = torch.randn(B, T, E)
+    module = MultiheadAttention(E, H, batch_first=True, problem=LinearAttention())
+    with pytest.raises(ValueError, match="attn_mask: expected None for attention by features"):
+        module(x, x, x, attn_mask=torch.zeros(T, T))
+    with pytest.raises(ValueError, match="key_padding_mask: expected a bool mask, or one of 0 and -inf"):
+        module(x, x, x, key_padding_mask=torch.ones(B, T))
+    with pytest.raises(ValueError, match=r"key_padding_mask: expected shape \[2, 5\], got \[2, 4\]"):
+        module(x, x, x, key_padding_mask=torch.ones(B, T - 1, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"dropout: expected 0 for attention by features, which cannot drop, got 0.1"):
+        MultiheadAttention(E, H, dropout=0.1, problem=LinearAttention())
+
+
+def test_temperature():
+    tau = Temperature(4)
+    assert torch.equal(tau(), torch.ones(4, 1, 1)) and Temperature(2, init=3.0)()[1].item() == pytest.approx(3)
+    tau.log_temperature.data -= 100
+    assert (tau() > 0).all()
+    with pytest.raises(ValueError, match="init: expected a positive"):
+        Temperature(4, init=0.0)
+
+
+# --- the transformer --------------------------------------------------------------------------------------------------
+
+SMALL = {"vocabulary": 11, "length": 16, "layers": 2, "heads": 2, "width": 16}
+
+
+def small(**kwargs) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(**SMALL, **kwargs)
+
+
+tokens = torch.randint(11, (3, 17), generator=torch.Generator().manual_seed(1))
+
+
+def leak(model: Transformer) -> float:
+    """How much the logits before the last position answer to the last token."""
+    other = tokens[:, :16].clone()
+    other[:, -1] = (other[:, -1] + 1) % 11
+    with torch.no_grad():
+        return float((model(other) - model(tokens[:, :16]))[:, :-1].abs().max())
+
+
+def test_the_transformer_is_written_as_the_equations_say():
+    model = small(init="unit").double()
+    h = model.token(tokens[:, :-1]) + model.position.weight
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        q, k, v = block.attention.into(block.norms[0](h)).chunk(3, -1)
+        q, k, v = (t.unflatten(2, (2, 8)).transpose(1, 2) for t in (q, k, v))
+        scores = (q @ k.mT / 8**0.5).masked_fill(torch.ones(16, 16, dtype=torch.bool).triu(1), -math.inf)
+        h = h + block.attention.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        h = h + block.mlp(block.norms[1](h))
+    logits = model.norm(h) @ model.token.weight.T
+    torch.testing.assert_close(model(tokens[:, :-1]), logits)
+    wanted = -logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).mean()
+    torch.testing.assert_close(model.loss(tokens), wanted)
+
+
+PROBLEMS = {
+    "softmax": None,
+    "entmax": Transport(Tsallis(1.5)),
+    "alibi": Transport(prior=ALiBi(torch.tensor([0.5, 0.1]))),
+    "by layer": lambda layer: Transport(temperature=1.0 + layer),
+    "learned": lambda layer: Learned(2),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+def test_any_problem_is_causal_and_learns(problem):
+    model = small(problem=problem)
+    assert leak(model) == 0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    before = model.loss(tokens).item()
+    for _ in range(20):
+        optimizer.zero_grad()
+        model.loss(tokens).backward()
+        optimizer.step()
+    assert model.loss(tokens).item() < before - 0.1
+    assert all(p.grad is not None for p in model.parameters())
+    problems = model.problems()
+    assert (problems[0] is None) == (problem is None)
+
+
+@pytest.mark.parametrize("made", FEATURES.values(), ids=FEATURES)
+def test_features_are_causal_and_learn(made):
+    features = made() if made is not FEATURES["performer"] else Performer(8, 32)
+    model = small(problem=features)
+    assert leak(model) == 0
+    before = model.loss(tokens)
+    before.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+    assert model.loss(tokens) < before
+    copies = [m for m in model.modules() if isinstance(m, type(features))]
+    assert len(copies) == 2 and features not in copies
+    mixed = small(problem=lambda layer: made() if layer == 0 and made is not FEATURES["performer"] else None)
+    assert leak(mixed) == 0
+    with pytest.raises(ValueError, match="dropout: expected 0 with an attention of your own"):
+        small(problem=lambda layer: LinearAttention(), dropout=0.1)
+
+
+def test_a_transformer_that_reads_both_ways():
+    model = small(problem=Transport(marginal=RowsAndColumns()), causal=False, init="unit")
+    x = tokens[:, :-1]
+    for q, k, v in model.heads(x):
+        aux = regard.attention(q, k, v, problem=model.problems()[0], return_aux=regard.AuxRequest(key_mass=True))[1]
+        torch.testing.assert_close(aux.key_mass, torch.ones_like(aux.key_mass), atol=1e-4, rtol=0)
+    assert leak(model) > 1e-4
+    model.loss(x, tokens[:, 1:]).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    with pytest.raises(ValueError, match="targets: expected a tensor for a model that is not causal"):
+        model.loss(tokens)
+    with pytest.raises(ValueError, match="causal: expected True to generate"):
+        model.generate(tokens, 1)
+    with pytest.raises(ValueError, match="causal"):  # the columns would read the future
+        small(problem=Transport(marginal=RowsAndColumns()))(x)
+
+
+def test_heads_are_what_attention_gets():
+    seen = []
+
+    def attention(q, k, v, is_causal):
+        seen.append((q, k, v))
+        return regard.attention(q, k, v, is_causal=is_causal)
+
+    with torch.no_grad():
+        model = small(attention=attention)
+        model(tokens[:, :-1])
+        expected = list(seen)
+    torch.testing.assert_close(model.heads(tokens[:, :-1]), expected)
+
+
+def test_a_module_is_copied_for_each_layer():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tau = Temperature(2)
+
+        def forward(self, q, k, v, is_causal):
+            return regard.attention(q, k, v, is_causal=is_causal, problem=Transport(temperature=self.tau()))
+
+    model = small(attention=Own())
+    assert sum("log_temperature" in name for name, _ in model.named_parameters()) == 2
+    assert leak(model) == 0
+
+
+def test_weights_go_through_safetensors(tmp_path):
+    model = small(problem=lambda layer: Learned(2), tied=False)
+    model.save(tmp_path / "model.safetensors")
+    torch.manual_seed(9)
+    other = Transformer(**SMALL, problem=lambda layer: Learned(2), tied=False)
+    assert not torch.equal(other(tokens[:, :-1]), model(tokens[:, :-1]))
+    other.load(tmp_path / "model.safetensors")
+    assert torch.equal(other(tokens[:, :-1]), model(tokens[:, :-1]))
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        small(tied=False).load(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize(("init", "expected"), [(0.02, 0.02**2 * 128), ("pytorch", 1 / 3), ("unit", 1.0)])
+def test_init_sets_the_spread_of_queries_and_keys(init, expected):
+    torch.manual_seed(0)
+    model = Transformer(31, 32, layers=2, heads=2, width=128, init=init)
+    for q, k, _ in model.heads(torch.randint(31, (8, 32))):
+        assert q.var().item() == pytest.approx(expected, rel=0.25)
+        assert k.var().item() == pytest.approx(expected, rel=0.25)
+
+
+def test_qk_norm_bounds_the_scores():
+    model = small(init="unit", qk_norm=True)
+    for q, k, _ in model.heads(tokens[:, :-1]):
+        assert q.norm(dim=-1).max() <= 8**0.5 * 1.001 and k.norm(dim=-1).max() <= 8**0.5 * 1.001
+
+
+def test_generation():
+    model = small(init="unit")
+    assert torch.equal(model.generate(tokens[:, :4], 20, temperature=0.0)[:, :4], tokens[:, :4])
+    greedy = model.generate(tokens[:, :4], 3, temperature=0.0)
+    assert torch.equal(greedy[:, 4], model(tokens[:, :4])[:, -1].argmax(-1))
+    draws = [model.generate(tokens, 20, 2.0, torch.Generator().manual_seed(5)) for _ in range(2)]
+    assert torch.equal(*draws) and draws[0].shape == (3, 37)
+    counts = torch.bincount(model.generate(tokens[:1, :4].expand(4000, 4), 1)[:, -1], minlength=11) / 4000
+    torch.testing.assert_close(counts, model(tokens[:1, :4])[0, -1].softmax(-1), atol=0.03, rtol=0)
+
+
+def test_the_transformer_says_what_is_wrong():
+    with pytest.raises(ValueError, match="width: expected a multiple of heads=3, got 16"):
+        Transformer(11, 16, heads=3, width=16)
+    with pytest.raises(ValueError, match="attention: expected None with a problem"):
+        small(problem=Transport(), attention=no_scaling)
+    with pytest.raises(ValueError, match="tokens: expected at most length=16 positions, got 17"):
+        small()(tokens)
+    with pytest.raises(ValueError, match=r"init: expected a positive number"):
+        small(init="big")
+    with pytest.raises(TypeError, match=r"problem\(1\): expected a Transport"):
+        small(problem=lambda layer: "softmax" if layer else None)
+
+
+# --- tensors of a Transport given directly ----------------------------------------------------------------------------
+
+
+def held(heads=H):
+    """A module with a Transport that holds two parameters and a constant, and its sink."""
+    torch.manual_seed(0)
+    sink = nn.Parameter(torch.zeros(heads))
+    prior = Causal() * ALiBi(torch.linspace(0.1, 0.5, heads))
+    problem = Transport(prior=prior, marginal=Rows(sink=sink), temperature=nn.Parameter(torch.ones(heads, 1, 1)))
+    return MultiheadAttention(E, heads, batch_first=True, problem=problem), sink
+
+
+def output(module, x):
+    return module(x, x, x, need_weights=False)[0]
+
+
+x_held = torch.randn(B, T, E, generator=torch.Generator().manual_seed(5))
+
+
+def test_a_parameter_in_a_transport_is_the_modules():
+    module, sink = held()
+    assert dict(module.named_parameters())["problem.marginal.sink"] is sink
+    assert {"problem.marginal.sink", "problem.temperature"} == {n for n in module.state_dict() if "problem" in n}
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    before = output(module, x_held)
+    before.square().sum().backward()
+    optimizer.step()
+    assert sink.abs().min() > 0 and not torch.allclose(output(module, x_held), before)
+
+
+def test_constants_of_a_transport_do_not_enter_the_state_dict():
+    theirs = nn.MultiheadAttention(E, H, batch_first=True)
+    ours = MultiheadAttention(E, H, batch_first=True, problem=Transport(prior=ALiBi(torch.ones(H))))
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    with pytest.raises(RuntimeError, match=r"Missing.*problem\.marginal\.sink"):  # torch's has no sinks
+        held()[0].load_state_dict(theirs.state_dict())
+    assert held()[0].load_state_dict(theirs.state_dict(), strict=False).missing_keys
+
+
+def with_sink(module, value):
+    """What the module gives if its sink is `value`: by a Transport that is built on the spot."""
+    problem = module.problem()
+    other = Transport(prior=problem.prior, marginal=Rows(sink=value), temperature=problem.temperature)
+    plain = MultiheadAttention(E, H, batch_first=True, problem=lambda: other)
+    plain.load_state_dict({n: p for n, p in module.state_dict().items() if "problem" not in n})
+    return output(plain, x_held)
+
+
+def test_what_replaces_a_parameter_reaches_the_forward_pass():
+    module, sink = held()
+    value = torch.tensor([1.0, -1.0, 2.0])
+    expected = with_sink(module, value)
+    assert not torch.allclose(output(module, x_held), expected)
+    called = torch.func.functional_call(
+        module, {"problem.marginal.sink": value}, (x_held, x_held, x_held), {"need_weights": False}
+    )
+    torch.testing.assert_close(called[0], expected)
+    copied = copy.deepcopy(module)
+    copied.load_state_dict(module.state_dict() | {"problem.marginal.sink": value})
+    torch.testing.assert_close(output(copied, x_held), expected)
+    assert not sink.any()  # the copy has a parameter of its own
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_module_that_holds_a_transport_can_be_copied(copied):
+    module, sink = held()
+    other = copied(module)
+    torch.testing.assert_close(output(other, x_held), output(module, x_held))
+    output(other, x_held).square().sum().backward()
+    assert other.problem.marginal.sink.grad.abs().sum() > 0 and sink.grad is None
+
+
+def test_conversions_reach_the_tensors_of_a_transport():
+    module, _ = held()
+    problem = built(module.to(torch.bfloat16).problem)
+    assert problem.marginal.sink.dtype == problem.temperature.dtype == torch.bfloat16
+    slopes = problem.prior.factors()[1].slopes
+    assert torch.equal(slopes, torch.linspace(0.1, 0.5, H))  # a constant is not rounded
+    assert torch.equal(built(module.to_empty(device="cpu").problem).prior.factors()[1].slopes, slopes)  # nor erased
+    problem = built(module.to("meta").problem)
+    assert problem.marginal.sink.is_meta and problem.prior.factors()[1].slopes.is_meta
+
+
+def test_a_held_transport_compiles():
+    module, sink = held()
+    # Parts without tensors are not built again: this one cannot be, under torch.compile.
+    chi2 = FDivergence(lambda x: (x - 1).square() / 2, lambda t: t + 1, torch.ones_like, lower=-1.0)
+    other = MultiheadAttention(E, H, batch_first=True, problem=Transport(chi2, marginal=Rows(sink=sink)))
+    for each in (module, other):
+        compiled = torch.compile(each, backend="aot_eager", fullgraph=True)
+        for _ in range(2):
+            torch.testing.assert_close(output(compiled, x_held), output(each, x_held))
+            sink.data += 1.0
+    torch._dynamo.reset()
+
+
+def test_one_parameter_in_two_places_stays_one():
+    shared = nn.Parameter(torch.ones(H, 1, 1))
+    module = MultiheadAttention(E, H, problem=Transport(marginal=Rows(sink=shared), temperature=shared))
+    for each in (module, copy.deepcopy(module).double()):
+        assert each.get_parameter("problem.marginal.sink") is each.get_parameter("problem.temperature")
+        assert len([n for n, _ in each.named_parameters() if "problem" in n]) == 1
+    assert {"problem.marginal.sink", "problem.temperature"} < set(module.state_dict())
+
+
+def test_tensors_that_cannot_be_registered_raise():
+    parameter = nn.Parameter(torch.zeros(H, 1, 1))
+    with pytest.raises(ValueError, match=r"problem: expected an nn.Parameter.*at temperature, got .* computed"):
+        MultiheadAttention(E, H, problem=Transport(temperature=parameter.exp()))
+    prior = Causal() * ALiBi(torch.ones(H, requires_grad=True))
+    with pytest.raises(ValueError, match=r"at prior.parts.1.slopes, got .* that requires grad"):
+        MultiheadAttention(E, H, problem=Transport(prior=prior))
+
+
+def test_a_problem_can_be_replaced():
+    module, sink = held()
+    plain = Transport(Tsallis(1.5))
+    for problem in (plain, lambda: plain, None, LinearAttention(), Learned(H), plain):
+        module.problem = problem
+        assert module.problem is problem and sink not in set(module.parameters())
+    module.problem = Transport(marginal=Rows(sink=sink))
+    assert dict(module.named_parameters())["problem.marginal.sink"] is sink
+    with pytest.raises(TypeError, match="problem: expected a Transport"):
+        module.problem = "softmax"
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_the_transformer_learns_parameters_of_a_transport(each, tmp_path):
+    def problem(_):
+        return Transport(marginal=Rows(sink=nn.Parameter(torch.zeros(2))))
+
+    model, other = (small(problem=problem if each else problem(0)) for _ in range(2))
+    sinks = [p for n, p in model.named_parameters() if n.endswith("problem.marginal.sink")]
+    assert len(sinks) == (2 if each else 1)  # one Transport for all layers: they share it
+    model.loss(tokens).backward()
+    assert all(sink.grad.abs().sum() > 0 for sink in sinks)
+    for sink in sinks:
+        sink.data += 1.0
+    model.save(tmp_path / "model.safetensors")
+    other.load(tmp_path / "model.safetensors")
+    assert all(p.marginal.sink.min() == 1 for p in other.problems())
+    assert torch.equal(other(tokens[:, :-1]), model(tokens[:, :-1]))
+
+
+# --- the variants -----------------------------------------------------------------------------------------------------
+
+torch.manual_seed(3)
+q, k, v = (torch.randn(2, 2, 70, 4, dtype=torch.float64) for _ in range(3))
+CAUSAL = torch.ones(70, 70, dtype=torch.bool).tril()
+
+
+def test_variants_give_what_their_names_say():
+    s = q @ k.mT / 2
+    positive = s.relu().where(CAUSAL, 0.0)
+    expected = {
+        "raw_dot_products": s.where(CAUSAL, 0.0),
+        "row_sum_normalisation": s.where(CAUSAL, 0.0) / s.where(CAUSAL, 0.0).sum(-1, keepdim=True),
+        "relu_normalisation": (positive / positive.sum(-1, keepdim=True)).nan_to_num(0.0),
+        "mask_to_zero": s.where(CAUSAL, 0.0).softmax(-1),
+        "no_mask": s.softmax(-1),
+        "no_scaling": (2 * s).where(CAUSAL, -math.inf).softmax(-1),
+        "no_shift": s.where(CAUSAL, -math.inf).softmax(-1),
+    }
+    for name, weights in expected.items():
+        torch.testing.assert_close(VARIANTS[name](q, k, v, True), weights @ v, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_relu_features_are_a_plan_of_their_own(is_causal):
+    features = q.relu() @ k.relu().mT
+    weights = features.where(CAUSAL, 0.0) if is_causal else features
+    weights = (weights / weights.sum(-1, keepdim=True)).nan_to_num(0.0)
+    torch.testing.assert_close(relu_features(q, k, v, is_causal), weights @ v)
+
+
+def test_relu_features_are_linear_in_the_length():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def flops(T):
+        x = torch.randn(1, 1, T, 8)
+        with FlopCounterMode(display=False) as counter:
+            relu_features(x, x, x, True)
+        return counter.get_total_flops()
+
+    assert flops(4096) == pytest.approx(4 * flops(1024), rel=0.1)
+
+
+def test_raw_dot_products_are_the_optimum_without_sign_and_rows():
+    # L2 without p >= 0, and no marginal: the link is the identity, p = s.
+    problem = Transport(
+        FDivergence(lambda x: x.square() / 2, lambda t: t, torch.ones_like), marginal=regard.Free(), prior=Causal()
+    )
+    torch.testing.assert_close(
+        raw_dot_products(q, k, v, True), regard.attention(q, k, v, problem=problem, backend="torch")
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_which_variants_leak(variant):
+    leaks = leak(small(attention=VARIANTS[variant], init="unit"))
+    assert (leaks > 1e-3) if VARIANTS[variant] in (mask_to_zero, no_mask) else (leaks == 0)
+
+
+def test_no_shift_overflows_where_softmax_does_not():
+    big = torch.full((1, 1, 2, 4), 10.0)
+    assert no_shift(big, big, big, True).isnan().all()
+    assert no_scaling(big, big, big, True).isfinite().all()
+
+
+def test_a_constant_without_values_is_not_made_up():
+    with torch.device("meta"):
+        module = MultiheadAttention(E, H, problem=Transport(temperature=torch.ones(H, 1, 1)))
+    with pytest.raises(RuntimeError, match="problem: temperature was built on the meta device"):
+        module.to_empty(device="cpu")

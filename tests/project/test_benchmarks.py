@@ -1,0 +1,156 @@
+"""The benchmarks' own judgement: who computes right passes their gate, nobody else does; results are written."""
+
+import csv
+import math
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import contest
+import inspection
+import measure
+import report
+import suite
+from contest import Case, Skip
+
+SMALL = [
+    Case("forward", 300, H=2, D=16),
+    Case("training", 300, H=2, D=16, kind="causal", train=True, telemetry=True),
+    Case("window", 400, H=2, D=16, kind="window"),
+    Case("decode", 300, H=4, Hkv=2, Tq=1, D=16, half=True),
+    Case("entmax", 200, H=2, D=16, kind="causal", family="entmax15", train=True),
+    Case("sparsemax", 200, H=2, D=16, family="sparsemax", train=True, sharpness=4.0),
+]
+
+
+@pytest.fixture(autouse=True)
+def any_backend(monkeypatch):
+    monkeypatch.setattr(contest, "BACKEND", "torch")  # serves everything, everywhere
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+@pytest.mark.parametrize("who", ["regard", "SDPA", "eager", "x-transformers"])
+def test_the_gate_lets_the_right_pass_and_no_other(case, who):
+    if who == "x-transformers" and (case.kind == "window" or case.family != "softmax" or case.half):
+        pytest.skip("does not compete there")
+    if who == "eager" and case.Hkv:
+        pytest.skip("does not compete there")
+    try:
+        attention, judged_by = contest.enter(who, case)
+    except Skip as reason:
+        pytest.skip(str(reason))
+    inputs = case.inputs()
+    assert contest.error(attention, judged_by, inputs) <= contest.tolerance(judged_by)
+    shift = torch.zeros(case.D)
+    shift[3] = 0.2 if case.half else 1e-2
+    assert contest.error(lambda *x: attention(*x) + shift, judged_by, inputs) > contest.tolerance(judged_by)
+    if case.train:  # a right output with a wrong gradient
+        wrong = lambda q, k, v: attention(q, 0.99 * k + 0.01 * k.detach(), v)  # noqa: E731
+        assert contest.error(wrong, judged_by, inputs) > contest.tolerance(judged_by)
+
+
+def test_who_cannot_compete_says_why():
+    with pytest.raises(Skip, match="no backward"):
+        contest.flex(Case("c", 64, train=True))
+    with pytest.raises(Skip, match="would take"):
+        contest.eager(Case("c", 2**20))
+
+
+def test_density():
+    case = Case("c", 200, H=2, D=16, family="sparsemax")
+    assert contest.density(replace(case, sharpness=1e-3), replace(case, sharpness=1e-3).inputs()) == 1.0
+    assert contest.density(replace(case, sharpness=100.0), replace(case, sharpness=100.0).inputs()) < 0.05
+
+
+def test_every_entry_of_the_suite_can_be_made():
+    for full in (False, True):
+        entries = suite.entries(full)
+        assert len({e.case for e in entries}) == len(entries)
+        for entry in entries:
+            assert {*entry.targets, *entry.sparse} <= set(entry.case.peers) <= set(contest.CONTESTANTS)
+            assert entry.case.operations > 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux only")
+def test_peak_memory():
+    assert 60 < measure.peak_of(lambda: torch.ones(2**24).sum()) < 80  # 64 MiB, freed again at the end
+
+
+def test_the_paired_cost_finds_a_cost(monkeypatch):
+    """By a clock that only the jobs move: one takes three times as long, and now and then something disturbs it."""
+    now, calls = 0.0, 0
+
+    def job(duration):
+        nonlocal now, calls
+        calls += 1
+        now += duration * (1 + 0.01 * math.sin(calls)) + (50 if calls % 11 == 0 else 0)
+
+    monkeypatch.setattr(measure, "clock", lambda: now)
+    low, middle, high = measure.paired_cost(lambda: job(3.0), lambda: job(1.0), 200.0)
+    assert 1.9 < low <= middle <= high < 2.1
+
+
+def test_results_are_written(tmp_path):
+    rows = []
+    for T in (128, 256):
+        row = report.Row("softmax, forward", "SDPA", "full", T, D=64)
+        row.ratios(measure.Spread.of([1.0, 2.0, 3.0]))
+        row.judge(">= 1.3", True)
+        rows.append(row)
+    table, page, plot = report.write(rows, {"cpu": "one & only", "torch": "2"}, tmp_path)
+    with table.open() as file:
+        found = list(csv.DictReader(file))
+    assert [r["T"] for r in found] == ["128", "256"] and found[0]["cpu"] == "one & only"
+    assert "2.00 (1.20–2.80)" in page.read_text() and "reached" in page.read_text()
+    tree = ElementTree.fromstring(plot.read_text())
+    assert len(tree.findall(".//{http://www.w3.org/2000/svg}circle")) == 2
+
+
+def test_goals_go_into_a_page(tmp_path):
+    own = report.Row("entmax15, forward", "regard", "causal", 4096, D=64, density=0.0101)
+    peer = report.Row("entmax15, forward", "SDPA", "causal", 4096, D=64)
+    peer.ratios(measure.Spread.of([1.5] * 3))
+    peer.judge(">= 2", False)
+    memory = report.Row("memory, forward", "regard", "causal", 65536, extra_mib=17.2)
+    memory.judge("< 64 MiB", True)
+    table, _, _ = report.write([own, peer, memory], {"cpu": "one"}, tmp_path)
+    assert report.read(table) == [own, peer, memory]
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n\n{report.GOALS}\n|---|\n| old |\n\nafter\n")
+    found = report.goals(report.read(table))
+    assert report.with_goals(found, page) == (
+        f"before\n\n{report.GOALS}\n|---|---|---|---|---|---|---|\n"
+        "| entmax 1.5, forward, 1.0 % of keys | causal | 4096 | SDPA | **1.50** [1.50, 1.50] | ≥ 2 | not reached |\n"
+        "| memory, forward | causal | 65536 |  | 17 MiB | < 64 MiB |  |\n\nafter\n"
+    )
+    page.write_text(f"{report.GOALS}\n|---|\n| old |\n")
+    assert report.with_goals(found, page) == found
+    page.write_text(f"{report.GOALS}\n|---|\n" + "| old |\n" * 3)
+    with pytest.raises(SystemExit, match="more rows than the last run"):
+        report.with_goals(found, page)
+    page.write_text("nothing")
+    with pytest.raises(SystemExit, match="expected a table that begins with"):
+        report.with_goals(found, page)
+
+
+def test_the_cost_of_inspection_is_judged_by_rounds():
+    times = {"sdpa": [1.0, 2.0, 4.0], "with statistics": [1.1, 2.2, 8.0]}
+    stock, watched = inspection.rows_of("case", 64, times, "sdpa")
+    assert stock.ratio is None and watched.ratio is not None and watched.ratio.middle == pytest.approx(1.1)
+    assert "1.10 (1.10–" in watched.line() and watched.line().count("|") == inspection.HEADING.count("|") + 1
+    assert inspection.matrices(8192) == pytest.approx(67.5)
+    done = []
+    inspection.take_turns({name: lambda name=name: done.append(name) for name in "ab"}, 2)
+    assert done == ["a", "b", "b", "a"]
+
+
+def test_a_wrong_gpt_oss_is_not_timed(monkeypatch):
+    rows = list(inspection.gpt_oss([48], 1))
+    assert [row.who for row in rows] == ["eager", "regard"] * 2 and "times as fast" in rows[1].verdict
+    plain = inspection.regard.hf.as_call
+    monkeypatch.setattr(inspection.regard.hf, "as_call", lambda *a, **k: plain(*a, **k) | {"scale": 0.1})
+    with pytest.raises(inspection.Wrong, match="differ"):
+        list(inspection.gpt_oss([48], 1))

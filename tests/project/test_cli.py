@@ -1,0 +1,189 @@
+"""The command `regard`: what it prints, for people and for machines, and how it ends."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import regard
+from regard import cli, doctor
+from regard.backends import native
+from regard.operator import BACKENDS
+
+
+@pytest.fixture
+def run(monkeypatch):
+    def run(*arguments: str, width: int = 80):
+        monkeypatch.setenv("COLUMNS", str(width))
+        return CliRunner().invoke(cli.app, arguments)
+
+    return run
+
+
+@pytest.fixture
+def without_engine(monkeypatch):
+    monkeypatch.setattr(native, "_loaded", (None, "the native engine was not built (no C++ compiler at installation?)"))
+
+
+def test_the_command_is_installed():
+    found = subprocess.run(
+        [sys.executable, "-m", "regard.cli", "--version"], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == regard.__version__
+    from importlib.metadata import entry_points
+
+    (script,) = entry_points(group="console_scripts", name="regard")
+    assert script.load() is cli.app
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_doctor_fits_the_terminal(run, width):
+    result = run("doctor", width=width)
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.output.splitlines())) <= width
+    for word in (regard.__version__, torch.__version__, "processor", "OMP_NUM_THREADS", "temperature 0", "passed"):
+        assert word in result.output
+
+
+def test_doctor_for_machines(run):
+    result = run("doctor", "--json")
+    facts = json.loads(result.output)
+    assert result.exit_code == 0 and facts["problems"] == []
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["threads"]["torch"] == torch.get_num_threads()
+    assert {test["backend"] for test in facts["self_test"]} >= {"sdpa", "torch"}
+    assert all(test["passed"] for test in facts["self_test"])
+    served = {row["problem"]: row for row in facts["problems_served"]}
+    assert (
+        served["temperature 0"]["auto"] == "torch" and "no temperature 0" in served["temperature 0"]["refusals"]["sdpa"]
+    )
+    for row in served.values():
+        assert row["auto"] not in row["refusals"]
+
+
+def test_one_openmp_runtime_here():
+    pytest.importorskip("regard._native", reason="the native engine was not built")
+    # A process of its own: other tests may have loaded who knows what.
+    code = "import torch, regard.doctor as d; d.engine(); print(*d.openmp_runtimes() or ['unknown'], sep='\\n')"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert len(found.stdout.split("\n")) == 2, found.stdout
+
+
+def test_two_openmp_runtimes_are_told(run, monkeypatch):
+    monkeypatch.setattr(doctor, "openmp_runtimes", lambda: ["/a/libgomp.so.1", "/b/libgomp.so.1"])
+    result = run("doctor")
+    assert result.exit_code == 0  # slow is not broken
+    assert "2 OpenMP runtimes in one process" in result.output and "/b/libgomp.so.1" in result.output
+
+
+def test_without_the_engine(run, without_engine):
+    result = run("doctor")
+    assert result.exit_code == 0 and "was not built" in result.output and "slower backends" in result.output
+    facts = json.loads(run("doctor", "--json").output)
+    assert facts["engine"]["loaded"] is False
+    assert {row["auto"] for row in facts["problems_served"]} == {"sdpa", "torch"}
+
+
+def test_an_engine_that_does_not_load_is_broken(run, monkeypatch):
+    monkeypatch.setattr(native, "_loaded", (None, "the native engine does not load: undefined symbol"))
+    result = run("doctor")
+    assert result.exit_code == 1 and "broken: the native engine does not load" in result.output
+
+
+@pytest.mark.parametrize("how", ["wrong", "NaN", "raises"])
+def test_a_backend_that_computes_rubbish_is_broken(run, monkeypatch, how):
+    plain = doctor.attention
+
+    def rubbish(*args, backend, **kwargs):
+        out = plain(*args, backend=backend, **kwargs)
+        if backend != "sdpa":
+            return out
+        if how == "raises":
+            raise RuntimeError("illegal [instruction]")
+        return out * (1.001 if how == "wrong" else float("nan"))
+
+    monkeypatch.setattr(doctor, "attention", rubbish)
+    result = run("doctor")
+    assert result.exit_code == 1 and 'backend "sdpa" fails the self-test' in " ".join(result.output.split())
+    facts = json.loads(run("doctor", "--json").output)
+    assert [t["backend"] for t in facts["self_test"] if not t["passed"]] == ["sdpa"]
+
+
+def test_every_backend_is_tested():
+    assert {t["backend"] for t in doctor.examine()["self_test"]} | {"native"} == set(BACKENDS)
+
+
+# --- regard inspect ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A small untrained model in a folder, without a tokenizer, and tokens for it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape)).save_pretrained(folder)
+    tokens = folder / "tokens.txt"
+    tokens.write_text(" ".join(str(i) for i in torch.randint(64, (150,)).tolist()))
+    return str(folder), str(tokens)
+
+
+def test_inspect_a_folder(run, checkpoint, tmp_path):
+    folder, tokens = checkpoint
+    page, numbers = tmp_path / "page.html", tmp_path / "numbers.json"
+    arguments = ("inspect", folder, "--tokens", tokens, "--length", "100")
+    result = run(*arguments, "--out", str(page), "--json", str(numbers))
+    assert result.exit_code == 0, result.output
+    assert "2 layers, 8 heads" in result.output and "diffuse" in result.output
+    record = json.loads(numbers.read_text())
+    assert record["provenance"]["tokens"] == 150 and record["provenance"]["longest"] == 100
+    assert folder in page.read_text()
+    # an untrained model's heads are diffuse, which is a note
+    for name, status in (("diffuse", 1), ("note", 1), ("warning", 0), ("alarm", 0)):
+        assert run(*arguments, "--fail-on", name).exit_code == status, name
+    assert run(*arguments, "--fail-on", "diffuse", "--threshold", "diffuse=1.5").exit_code == 0
+    assert run(*arguments, "--fail-on", "alarm", "--threshold", "max_score=0.001").exit_code == 1
+    both = run(*arguments, "--compare", str(numbers), "--out", str(page))
+    assert both.exit_code == 0 and page.read_text().count('"regard-inspection"') == 2
+    assert "against" in both.output and "largest difference +0" in both.output
+    # saved numbers are those of a resumed run
+    state = str(tmp_path / "run.safetensors")
+    for _ in range(2):
+        assert run(*arguments, "--run", state, "--json", str(tmp_path / "again.json")).exit_code == 0
+    assert json.loads((tmp_path / "again.json").read_text())["heads"] == record["heads"]
+
+
+def test_inspect_says_what_is_wrong(run, checkpoint, tmp_path):
+    folder, tokens = checkpoint
+    words = tmp_path / "words.txt"
+    words.write_text("three words here")
+    high = tmp_path / "high.txt"
+    high.write_text("1 2 64")
+    for arguments, message in (
+        (("nowhere/at-all.gguf", "--tokens", tokens), "at-all.gguf"),
+        ((str(words),), "words.txt"),
+        (("[/x]",), "[/x]"),
+        (("~nosuchuser/x",), "nosuchuser"),
+        (("x" * 5000,), "cannot be"),
+        ((folder, "--tokens", tokens, "--out", str(tmp_path)), "a folder"),
+        ((folder, "--tokens", str(high)), "expected 0 to 63"),
+        ((folder, "--tokens", tokens, "--compare", "nosuch.json"), "nosuch.json"),
+        ((folder,), "no tokenizer"),
+        ((folder, "--tokens", str(words)), "expected integers"),
+        ((folder, "--tokens", str(tmp_path / "none")), "cannot be read"),
+        ((folder, "--tokens", tokens, "--text", str(words)), "expected one of them"),
+        ((folder, "--tokens", tokens, "--fail-on", "boredom"), "--fail-on"),
+        ((folder, "--tokens", tokens, "--threshold", "boredom=1"), "boredom=1"),
+        ((folder, "--tokens", tokens, "--threshold", "diffuse=high"), "expected NAME=NUMBER"),
+        ((folder, "--tokens", tokens, "--threshold", "diffuse=nan"), "diffuse: expected a number"),
+        ((folder, "--tokens", tokens, "--compare", tokens.replace("tokens.txt", "config.json")), "is not what"),
+        ((folder, "--tokens", tokens, "--out", str(tmp_path / "no" / "page.html")), "no folder"),
+    ):
+        result = run("inspect", *arguments, width=400)
+        assert result.exit_code == 2, (arguments, result.output)
+        assert message in result.output and "Traceback" not in result.output, result.output

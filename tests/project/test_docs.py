@@ -1,0 +1,198 @@
+"""Every python snippet of README and docs runs, in order and in one namespace per page; a text block behind one is its
+output. Links lead somewhere, and README's table of problems says the truth.
+
+After a change of output: `python tests/project/test_docs.py` writes the text blocks anew.
+"""
+
+import contextlib
+import importlib
+import io
+import math
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import entmax
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import regard
+from regard.backends import native
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+SNIPPET = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n*```text\n(?P<text>.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+
+
+@contextlib.contextmanager
+def _leaving_no_trace():
+    """A page may write files, seed, set the default dtype and replace PyTorch's attention."""
+    stock, dtype = F.scaled_dot_product_attention, torch.get_default_dtype()
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            yield
+        finally:
+            F.scaled_dot_product_attention = stock
+            torch.set_default_dtype(dtype)
+
+
+@_leaving_no_trace()
+def run(page: str, name: str = "page") -> tuple[dict, list[tuple[re.Match, str]]]:
+    """The page's namespace at its end, and each snippet with what it printed."""
+    namespace, outputs = {}, []
+    for snippet in SNIPPET.finditer(page):
+        above = page.count("\n", 0, snippet.start("code"))  # a traceback shows the page's own line
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * above + snippet["code"], name, "exec"), namespace)
+        outputs.append((snippet, re.sub(" +$", "", printed.getvalue(), flags=re.MULTILINE)))
+    return namespace, outputs
+
+
+def check(page: str, name: str = "page") -> dict:
+    namespace, outputs = run(page, name)
+    for snippet, printed in outputs:
+        if snippet["text"] is not None:
+            assert printed == snippet["text"], f"{name}: the snippet printed\n{printed}"
+    return namespace
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_snippets_run_and_print_what_the_page_says(path):
+    page = path.read_text()
+    if path.name == "support.md" and native._extension()[0] is None:
+        pytest.skip("the page shows a build with the native engine")
+    check(page, str(path))
+    assert page.count("\n```python") == len(SNIPPET.findall(page))
+    assert page.count("\n```text") == sum(m["text"] is not None for m in SNIPPET.finditer(page))
+
+
+def test_a_wrong_output_is_noticed():
+    check("\n```python\nprint(1)\n```\n```text\n1\n```\n")
+    with pytest.raises(AssertionError, match="printed"):
+        check("\n```python\nprint(1)\n```\n\n```text\n2\n```\n")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
+        if "://" not in target:
+            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_figures_are_what_the_library_draws(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    figures = importlib.import_module("figures")
+    drawn = figures.FOLDER
+    monkeypatch.setattr(figures, "FOLDER", tmp_path)
+    shown = "".join(path.read_text() for path in PAGES)
+    number = re.compile(r"-?\d+\.\d")
+    for figure in figures.FIGURES:
+        figure()
+        new, old = ((folder / f"{figure.__name__}.svg").read_text() for folder in (tmp_path, drawn))
+        assert number.sub("", new) == number.sub("", old), f"{figure.__name__}: run python docs/figures.py"
+        moved = [abs(float(a) - float(b)) for a, b in zip(number.findall(new), number.findall(old), strict=True)]
+        assert max(moved) < 0.5, f"{figure.__name__}: run python docs/figures.py"  # pixels
+        assert f"figures/{figure.__name__}.svg" in shown
+    assert {path.name for path in drawn.iterdir()} == {path.name for path in tmp_path.iterdir()}
+
+
+# --- README's table: which attention is which problem -----------------------------------------------------------------
+
+
+def _softmax_where(keep: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    def weights(s: Tensor, names: dict) -> Tensor:
+        i, j = torch.arange(s.shape[-2])[:, None], torch.arange(s.shape[-1])
+        return s.masked_fill(~keep(i, j), -math.inf).softmax(-1)
+
+    return weights
+
+
+def _alibi(s: Tensor, names: dict) -> Tensor:
+    i, j = torch.arange(s.shape[-2])[:, None], torch.arange(s.shape[-1])
+    biased = s - names["slopes"][:, None, None] * (i - j).abs()
+    return biased.masked_fill(j > i, -math.inf).softmax(-1)
+
+
+def _documents(s: Tensor, names: dict) -> Tensor:
+    ids = names["ids"]
+    same = (ids[:, None] == ids) & (ids >= 0)
+    return s.masked_fill(~same, -math.inf).softmax(-1).nan_to_num(0.0)
+
+
+def _threshold(g: Callable[[Tensor], Tensor], mass: float) -> Callable[..., Tensor]:
+    """g(s - lambda) with lambda by bisection, so that rows sum to the mass."""
+
+    def weights(s: Tensor, names: dict) -> Tensor:
+        low, high = s.amin(-1, keepdim=True) - 50, s.amax(-1, keepdim=True) + 50
+        for _ in range(200):
+            middle = (low + high) / 2
+            heavy = g(s - middle).sum(-1, keepdim=True) > mass
+            low, high = torch.where(heavy, middle, low), torch.where(heavy, high, middle)
+        return g(s - low)
+
+    return weights
+
+
+WEIGHTS = {
+    "softmax": lambda s, n: s.softmax(-1),
+    "causal": _softmax_where(lambda i, j: j <= i),
+    "sliding window": _softmax_where(lambda i, j: (j <= i) & (j >= i - 2)),
+    "ALiBi": _alibi,
+    "any bias": lambda s, n: (s + n["log_prior"]).softmax(-1),
+    "packed documents": _documents,
+    "entmax": lambda s, n: entmax.entmax15(s, -1),
+    "sparsemax": lambda s, n: entmax.sparsemax(s, -1),
+    "softmax-1": lambda s, n: s.exp() / (1 + s.exp().sum(-1, keepdim=True)),
+    "learned sinks (gpt-oss)": lambda s, n: s.exp() / (n["b"][:, None, None].exp() + s.exp().sum(-1, keepdim=True)),
+    "sigmoid": lambda s, n: (s - math.log(s.shape[-1])).sigmoid(),
+    "ReLU": lambda s, n: s.relu(),
+    "soft top-m": _threshold(torch.sigmoid, 2.0),
+    "relaxed (unbalanced)": lambda s, n: s.softmax(-1) * s.exp().sum(-1, keepdim=True) ** (1 / 1.5),
+    "Sinkhorn, both marginals": lambda s, n: _by_turns(s),
+    "hard routing": lambda s, n: F.one_hot(s.argmax(-1), s.shape[-1]).double(),
+    "your own (here χ²)": _threshold(lambda t: (1 + t).relu(), 1.0),
+}
+
+
+def _by_turns(s):
+    """Rows and columns normalised in turns (Tq = Tk: each sums to 1), to the end."""
+    p = s.softmax(-1)
+    for _ in range(5000):
+        p = p / p.sum(-2, keepdim=True)
+        p = p / p.sum(-1, keepdim=True)
+    return p
+
+
+def test_the_table_of_problems_is_true():
+    page = (ROOT / "README.md").read_text()
+    names = check(page, "README.md")
+    rows = dict(re.findall(r"^\| ([^|]+) \| `(Transport\(.*?\))` \|", page, re.MULTILINE))
+    assert rows.keys() == WEIGHTS.keys()
+    torch.manual_seed(0)
+    s = 2 * torch.randn(2, 4, names["n"], names["n"], dtype=torch.float64)
+    v = torch.randn(2, 4, names["n"], 3, dtype=torch.float64)
+    eye = torch.eye(names["n"], dtype=torch.float64).expand_as(s)
+    for attention, expression in rows.items():
+        problem = eval(expression, names)
+        expected = WEIGHTS[attention](s, names)
+        plan = regard.solve(s, problem)
+        close = 1e-5 if "RowsAndColumns" in expression else 1e-6  # its columns are met to its tolerance
+        torch.testing.assert_close(plan.weights, expected, rtol=close, atol=close, msg=attention)
+        assert plan.certificate().holds(1e-5 if "RowsAndColumns" in expression else 1e-9), attention
+        assert not regard.certify(s, expected.roll(1, -1), problem).holds(1e-2), attention
+        out = regard.attention(s, eye, v, scale=1.0, problem=problem)
+        torch.testing.assert_close(out, expected @ v, rtol=close, atol=close, msg=attention)
+
+
+if __name__ == "__main__":
+    for path in PAGES:
+        text = path.read_text()
+        for snippet, printed in reversed(run(text, str(path))[1]):
+            if snippet["text"] is not None:
+                text = text[: snippet.start("text")] + printed + text[snippet.end("text") :]
+        path.write_text(text)

@@ -1,0 +1,299 @@
+"""One table of cases drives the tests of every backend, and one rule says how exact each must be."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import regard
+from regard import ALiBi, Bias, Causal, Documents, FDivergence, FermiDirac, Free, Rows, Transport, Tsallis, Window
+from regard.form import lower
+from regard.operator import BACKENDS
+
+stock_attention = F.scaled_dot_product_attention
+
+
+@dataclass
+class Maker:
+    """Makes a case's tensors: drawn in float64, rounded to the dtype under test, remembered if they need a gradient."""
+
+    case: Case
+    dtype: torch.dtype
+    generator: torch.Generator
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+
+    def normal(self, name: str, *shape: int, scale: float = 1.0) -> Tensor:
+        return self._leaf(name, torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale)
+
+    def uniform(self, name: str, low: float, high: float, *shape: int) -> Tensor:
+        return self._leaf(name, torch.rand(shape, generator=self.generator, dtype=torch.float64) * (high - low) + low)
+
+    def mask(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator) < 0.7
+
+    def _leaf(self, name: str, tensor: Tensor) -> Tensor:
+        self.leaves[name] = tensor.to(self.dtype).requires_grad_()
+        return self.leaves[name]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    problem: Callable[[Maker], Transport] | None = None
+    arguments: Callable[[Maker], dict] = lambda make: {}
+    B: int = 2
+    H: int = 4
+    Hkv: int = 4
+    Tq: int = 7
+    Tk: int = 7
+    D: int = 8
+    Dv: int = 8
+    strided: bool = False
+    # How much the plan amplifies a relative error of the scores, against softmax (steep links do).
+    sensitivity: float = 1.0
+
+
+def custom() -> FDivergence:
+    """Pearson's chi-squared: its plan is sparsemax's."""
+    return FDivergence(lambda x: (x - 1) ** 2 / 2, lambda eta: 1 + eta, torch.ones_like, lower=-1.0)
+
+
+def shifted_inf_mask(make: Maker) -> dict:
+    mask = make.normal("attn_mask", make.case.Tq, make.case.Tk).detach()
+    return {"attn_mask": mask.masked_fill(~make.mask(make.case.Tq, make.case.Tk), -math.inf)}
+
+
+CASES = [
+    Case("softmax"),
+    Case("scale", arguments=lambda m: {"scale": 0.9}),
+    Case("causal", arguments=lambda m: {"is_causal": True}),
+    Case("causal, fewer queries", arguments=lambda m: {"is_causal": True}, Tq=5, Tk=9),
+    Case("causal, more queries", arguments=lambda m: {"is_causal": True}, Tq=9, Tk=5),
+    Case("bottom-right", lambda m: Transport(prior=Causal("bottom_right")), Tq=5, Tk=9),
+    Case("bottom-right, empty rows", lambda m: Transport(prior=Causal("bottom_right")), Tq=9, Tk=5),
+    Case("bool mask", arguments=lambda m: {"attn_mask": m.mask(m.case.Tq, m.case.Tk)}),
+    Case("bool mask per key", arguments=lambda m: {"attn_mask": m.mask(m.case.B, 1, 1, m.case.Tk)}),
+    Case("bool mask per head", arguments=lambda m: {"attn_mask": m.mask(m.case.H, m.case.Tq, m.case.Tk)}),
+    Case("bool mask per query", arguments=lambda m: {"attn_mask": m.mask(m.case.Tq, 1)}),
+    Case("mask and causal", arguments=lambda m: {"attn_mask": m.mask(m.case.Tq, m.case.Tk), "is_causal": True}),
+    Case("float mask", arguments=lambda m: {"attn_mask": m.normal("attn_mask", m.case.Tq, m.case.Tk)}),
+    Case("float mask, broadcast", arguments=lambda m: {"attn_mask": m.normal("attn_mask", m.case.H, 1, m.case.Tk)}),
+    Case("float mask with -inf", arguments=shifted_inf_mask),
+    Case("float mask, temperature", lambda m: Transport(temperature=0.5), shifted_inf_mask),
+    Case("gqa", arguments=lambda m: {"enable_gqa": True}, Hkv=2),
+    Case("mqa, causal", arguments=lambda m: {"enable_gqa": True, "is_causal": True}, Hkv=1),
+    Case("gqa, mask per head", None, lambda m: {"enable_gqa": True, "attn_mask": m.mask(4, 7, 7)}, Hkv=2),
+    Case("odd sizes", D=5, Dv=3, H=3, Hkv=3, Tq=6, Tk=11),
+    Case("one query", Tq=1, Tk=13, Hkv=2, arguments=lambda m: {"enable_gqa": True}),
+    Case("one key", Tq=5, Tk=1),
+    Case("[B, T, H, D] views", strided=True, arguments=lambda m: {"is_causal": True, "enable_gqa": True}, Hkv=2),
+    Case("softcap", arguments=lambda m: {"softcap": 1.5, "scale": 1.0}),
+    Case("softcap, mask", arguments=lambda m: {"softcap": 1.5, "attn_mask": m.normal("attn_mask", 7, 7)}),
+    Case("temperature", lambda m: Transport(temperature=0.3)),
+    Case("temperature per head", lambda m: Transport(temperature=m.uniform("temperature", 0.5, 2, m.case.H, 1, 1))),
+    Case(
+        "temperature per query", lambda m: Transport(temperature=m.uniform("temperature", 0.5, 2, 2, 1, m.case.Tq, 1))
+    ),
+    Case("window", lambda m: Transport(prior=Window(2, 1))),
+    Case("window, causal", lambda m: Transport(prior=Causal("bottom_right") * Window(3)), Tq=5, Tk=9),
+    Case("window, past only", lambda m: Transport(prior=Window(3, -1))),
+    Case("window, open left", lambda m: Transport(prior=Window(None, 1, "top_left")), Tq=4, Tk=8),
+    Case("window, open right", lambda m: Transport(prior=Window(1, None))),
+    Case("documents", lambda m: Transport(prior=Causal() * Documents(torch.tensor([0, 0, 0, 1, 1, 2, 2])))),
+    Case(
+        "documents, padded batch",
+        lambda m: Transport(prior=Documents(torch.tensor([[0, 0, 0, 1, 1, -1, -1], [0, 1, 1, 1, 1, 1, -1]]))),
+    ),
+    Case(
+        "documents, cross",
+        lambda m: Transport(prior=Documents(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1, 1, 2]))),
+        Tq=3,
+        Tk=5,
+    ),
+    Case("ALiBi", lambda m: Transport(prior=Causal() * ALiBi(m.uniform("slopes", 0.1, 1, m.case.H)))),
+    Case(
+        "ALiBi, bottom-right",
+        lambda m: Transport(prior=ALiBi(m.uniform("slopes", 0.1, 1, 4), "bottom_right")),
+        Tq=5,
+        Tk=9,
+    ),
+    Case("bias per key", lambda m: Transport(prior=Bias(m.normal("bias", m.case.Tk)))),
+    Case("bias per head", lambda m: Transport(prior=Bias(m.normal("bias", m.case.H, 1, m.case.Tk)))),
+    Case("bias per query", lambda m: Transport(Tsallis(1.5), prior=Bias(m.normal("bias", m.case.Tq, 1)))),
+    Case("bias, dense", lambda m: Transport(prior=Bias(m.normal("bias", 2, 4, 7, 7)), temperature=0.7)),
+    Case("bias product", lambda m: Transport(prior=Bias(m.normal("one", 2, 1, 7, 1)) * Bias(m.normal("two", 4, 1, 7)))),
+    Case(
+        "all priors",
+        lambda m: Transport(
+            prior=Causal("bottom_right")
+            * Window(5)
+            * ALiBi(m.uniform("slopes", 0.1, 1, 4))
+            * Bias(m.normal("bias", 9)),
+            temperature=m.uniform("temperature", 0.5, 2, 4, 1, 1),
+        ),
+        lambda m: {"attn_mask": m.normal("attn_mask", 2, 1, 1, 9), "enable_gqa": True},
+        Hkv=2,
+        Tq=5,
+        Tk=9,
+    ),
+    Case("sink", lambda m: Transport(marginal=Rows(sink=0.5))),
+    Case("sink per head", lambda m: Transport(marginal=Rows(sink=m.normal("sink", 4))), lambda m: {"is_causal": True}),
+    Case(
+        "sink, no keys",
+        lambda m: Transport(marginal=Rows(sink=m.normal("sink", 4)), prior=Causal("bottom_right")),
+        Tq=9,
+    ),
+    Case("sink, temperature", lambda m: Transport(marginal=Rows(sink=m.normal("sink", 4)), temperature=0.5)),
+    Case("relaxed rows", lambda m: Transport(marginal=Rows(relax=0.7), prior=Causal())),
+    Case(
+        "relaxed rows, learned",
+        lambda m: Transport(marginal=Rows(relax=m.uniform("relax", 0.5, 2, 4)), temperature=0.6),
+    ),
+    Case("mass", lambda m: Transport(marginal=Rows(mass=2.5), prior=Causal())),
+    Case("free", lambda m: Transport(marginal=Free(m.normal("offset", 4)), prior=Causal())),
+    Case("sigmoid", lambda m: Transport(FermiDirac(), marginal=Free(-math.log(7)))),
+    Case("sigmoid, learned", lambda m: Transport(FermiDirac(), marginal=Free(m.normal("offset", 4)), temperature=0.7)),
+    Case("soft top-m", lambda m: Transport(FermiDirac(), marginal=Rows(mass=3), prior=Causal())),
+    Case(
+        "soft top-m, prior", lambda m: Transport(FermiDirac(), marginal=Rows(mass=1.5), prior=Bias(m.normal("bias", 7)))
+    ),
+    Case("Fermi-Dirac sink", lambda m: Transport(FermiDirac(), marginal=Rows(sink=m.normal("sink", 4)))),
+    Case("Fermi-Dirac relaxed", lambda m: Transport(FermiDirac(), marginal=Rows(relax=0.8))),
+    Case("entmax 1.5", lambda m: Transport(Tsallis(1.5))),
+    Case("entmax 1.5, causal", lambda m: Transport(Tsallis(1.5), prior=Causal(), temperature=0.3), sensitivity=2),
+    Case("sparsemax", lambda m: Transport(Tsallis(2.0), prior=Causal("bottom_right")), Tq=5, Tk=9, sensitivity=2),
+    Case("entmax 1.2", lambda m: Transport(Tsallis(1.2), prior=Window(3, 3))),
+    Case("entmax 1.01", lambda m: Transport(Tsallis(1.01))),
+    Case("entmax 3", lambda m: Transport(Tsallis(3.0)), sensitivity=10),
+    Case("learned alpha", lambda m: Transport(Tsallis(m.uniform("alpha", 1.2, 1.9))), sensitivity=2),
+    Case("learned alpha per head", lambda m: Transport(Tsallis(m.uniform("alpha", 1.2, 1.9, 4)), prior=Causal())),
+    Case(
+        "entmax, every parameter",
+        lambda m: Transport(
+            Tsallis(m.uniform("alpha", 1.3, 1.7)),
+            prior=Causal() * ALiBi(m.uniform("slopes", 0.1, 1, 4)) * Bias(m.normal("bias", 4, 1, 7)),
+            marginal=Rows(sink=m.normal("sink", 4)),
+            temperature=m.uniform("temperature", 0.5, 2, 4, 1, 1),
+        ),
+        lambda m: {"attn_mask": m.normal("attn_mask", 2, 1, 7, 7)},
+        sensitivity=2,
+    ),
+    Case("entmax relaxed", lambda m: Transport(Tsallis(1.5), marginal=Rows(relax=m.uniform("relax", 0.5, 2)))),
+    Case("entmax relaxed, alpha", lambda m: Transport(Tsallis(m.uniform("alpha", 1.2, 1.9)), marginal=Rows(relax=0.9))),
+    Case("entmax mass", lambda m: Transport(Tsallis(1.5), marginal=Rows(mass=2.0), prior=Bias(m.normal("bias", 7)))),
+    Case("ReLU", lambda m: Transport(Tsallis(2.0), marginal=Free(m.normal("offset", 4)))),
+    Case(
+        "free entmax, alpha",
+        lambda m: Transport(Tsallis(m.uniform("alpha", 1.2, 1.9)), marginal=Free(0.5), temperature=0.8),
+        sensitivity=2,
+    ),
+    Case("your own", lambda m: Transport(custom(), prior=Causal()), sensitivity=2),
+    Case("your own, sink", lambda m: Transport(custom(), marginal=Rows(sink=m.normal("sink", 4)), temperature=0.8)),
+]
+
+by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+by_backend = pytest.mark.parametrize("backend", list(BACKENDS))
+
+
+@dataclass
+class Built:
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    arguments: dict
+    leaves: dict[str, Tensor]  # all that may need a gradient, query, key and value first
+
+
+def build(case: Case, dtype: torch.dtype = torch.float64) -> Built:
+    """The tensors and arguments of a case; the same numbers, rounded, for every dtype."""
+    make = Maker(case, dtype, torch.Generator().manual_seed(sum(map(ord, case.name))))
+
+    def draw(name: str, H: int, T: int, D: int) -> Tensor:
+        if not case.strided:
+            return make.normal(name, case.B, H, T, D)
+        return make.normal(name, case.B, T, H, D).transpose(1, 2)
+
+    query = draw("query", case.H, case.Tq, case.D)
+    key = draw("key", case.Hkv, case.Tk, case.D)
+    value = draw("value", case.Hkv, case.Tk, case.Dv)
+    arguments = case.arguments(make)
+    if case.problem is not None:
+        arguments["problem"] = case.problem(make)
+    return Built(query, key, value, arguments, make.leaves)
+
+
+def skip_unless_served(backend: str, built: Built, names: tuple[str, ...] = ()) -> None:
+    reason = BACKENDS[backend].unsupported(
+        lower(built.query, built.key, built.value, **built.arguments), ("out", *names)
+    )
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def run(built: Built, backend: str, **more):
+    return regard.attention(built.query, built.key, built.value, **built.arguments, backend=backend, **more)
+
+
+# --- how exact ------------------------------------------------------------------------------------------------------
+
+ALLOWED = 2.0  # times what plain PyTorch loses at the dtype, plus the rounding of the result itself
+
+
+@functools.cache
+def pytorch_loss(dtype: torch.dtype) -> float:
+    """Relative error of PyTorch's own attention at this dtype against float64, output and gradients, worst of a few."""
+    worst = 0.0
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        inputs = [torch.randn(2, 4, 16, 8, generator=generator, dtype=torch.float64).to(dtype) for _ in range(4)]
+        results = []
+        for cast in (dtype, torch.float64):
+            q, k, v, g = (t.to(cast) for t in inputs)
+            leaves = [t.requires_grad_() for t in (q, k, v)]
+            out = stock_attention(*leaves)
+            results.append([out.detach(), *torch.autograd.grad(out, leaves, g)])
+        for mine, exact in zip(*results, strict=True):
+            worst = max(worst, float((mine.double() - exact).abs().max() / exact.abs().max()))
+    return worst
+
+
+def assert_close(got: Tensor, expected: Tensor, dtype: torch.dtype, sensitivity: float = 1.0, what: str = "") -> None:
+    """Within ALLOWED times PyTorch's own loss, relative to the largest expected entry; infinities must agree."""
+    got, expected = got.detach().double(), expected.detach().double()
+    assert got.shape == expected.shape, f"{what}: shape {list(got.shape)}, expected {list(expected.shape)}"
+    infinite = expected.isinf()
+    assert torch.equal(got[infinite], expected[infinite]), f"{what}: infinities differ"
+    got, expected = got[~infinite], expected[~infinite]
+    if expected.numel() == 0:
+        return
+    assert got.isfinite().all(), f"{what}: {int((~got.isfinite()).sum())} values are not finite"
+    unit = max(pytorch_loss(dtype), torch.finfo(dtype).eps) if dtype != torch.float64 else 1e-11
+    allowed = sensitivity * ALLOWED * unit * max(1.0, float(expected.abs().max()))
+    error = float((got - expected).abs().max())
+    assert error <= allowed, f"{what}: error {error:.3e}, allowed {allowed:.3e}"
+
+
+def substitute(built, old, new):
+    """Put a tensor in another's place, wherever the case keeps it."""
+    view = (
+        new.transpose(1, 2)
+        if built.query.dim() == 4 and any(t is not old and t._base is old for t in views(built))
+        else new
+    )
+    for name in ("query", "key", "value"):
+        tensor = getattr(built, name)
+        if tensor is old or tensor._base is old:
+            setattr(built, name, view)
+    built.arguments = pytree.tree_map(lambda t: new if t is old else t, built.arguments)
+
+
+def views(built):
+    return [built.query, built.key, built.value]

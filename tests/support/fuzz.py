@@ -1,0 +1,425 @@
+"""Random problems on the native engine against the definition in float64: `make fuzz`, or
+
+    python tests/support/fuzz.py [--minutes 5] [--seed 17 [--seed 18 ...]]
+
+Everything about a problem follows from its seed: regulariser, shapes (empty, one, odd), strides (transposed, cut,
+expanded), how far the scores are spread, priors, marginals, dtypes, softcap, dropout, grouped heads, statistics,
+gradients. A failure prints the seed and how to run it again. tests/backends/test_fuzz.py runs some fixed seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import regard
+from regard import (
+    KL,
+    ALiBi,
+    AuxRequest,
+    Bias,
+    Causal,
+    Documents,
+    FermiDirac,
+    Free,
+    Rows,
+    Transport,
+    Tsallis,
+    Window,
+)
+from regard.backends.torch import scores_of, solve_rows
+from regard.form import Form, lower
+
+NAMES = regard.statistics.NAMES
+OF_FAINT_ROWS = ("entropy", "kl", "score_variance", "dual")  # of weights as a distribution, or their price
+SIZES = [0, 1, 1, 2, 3, 7, 8, 16, 23, 24, 25, 47, 48, 49, 96, 97, 130, 193]
+DEPTHS = [1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 40, 64, 65]
+PRIORS = ["causal", "window", "alibi", "documents", "bias", "row bias", "key bias"]
+
+
+class Problem:
+    """One random problem: leaves by name, and the call made of them."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.r = seed, random.Random(seed)
+        self.g = torch.Generator().manual_seed(seed)
+        r = self.r
+        self.B, self.Hkv = r.choice([1, 1, 2, 3]), r.choice([1, 1, 2, 3])
+        self.H = self.Hkv * r.choice([1, 1, 2, 4])
+        self.Tq, self.Tk = r.choice(SIZES), r.choice([*SIZES, 600])
+        if r.random() < 0.4:
+            self.Tk = self.Tq
+        self.D, self.Dv = r.choice(DEPTHS), r.choice(DEPTHS)
+        self.dtype = r.choice([torch.float32] * 4 + [torch.float64, torch.bfloat16, torch.float16])
+        self.leaves: dict[str, Tensor] = {
+            "q": self.heads(self.H, self.Tq, self.D),
+            "k": self.heads(self.Hkv, self.Tk, self.D),
+            "v": self.heads(self.Hkv, self.Tk, self.Dv),
+        }
+        self.options: dict[str, Any] = {"enable_gqa": True}
+        if r.random() < 0.2:
+            self.options["softcap"] = r.choice([1.0, 5.0, 30.0])
+        if r.random() < 0.2:
+            self.options["dropout_p"] = r.choice([0.1, 0.5, 1.0])
+        if r.random() < 0.2:
+            self.options["scale"] = r.choice([-0.3, 0.0, 0.05, 1.0])
+        self.mask = r.choice([None, None, None, "bool", "float", "row", "key"])
+        if self.mask is not None:
+            self.leaves["mask"] = self.make_mask()
+        self.priors = r.sample(PRIORS, r.choice([0, 0, 1, 1, 2, 3]))
+        self.alignment = r.choice(["top_left", "bottom_right"])
+        self.band = (r.choice([None, 1, 3, 40]), r.choice([None, -1, 0, 2, 40]))
+        for name in self.priors:
+            self.add_prior(name)
+        self.marginal = r.choice(["rows"] * 4 + ["mass", "sink", "relax", "free"])
+        shape = r.choice([(1,), (self.H,)])
+        if self.marginal == "sink":
+            self.leaves["level"] = self.normal(*shape)
+        elif self.marginal == "relax":
+            self.leaves["level"] = self.uniform(*shape) + 0.7
+        elif self.marginal == "free":
+            self.leaves["level"] = self.normal(*shape) - math.log(max(self.Tk, 1))
+        if r.random() < 0.3:
+            shape = r.choice([(1,), (self.H, 1, 1), (self.Tq, 1), (self.B, 1, 1, 1)])
+            self.leaves["tau"] = self.uniform(*shape) + 0.5
+        self.statistics = tuple(r.sample(NAMES, r.choice([0, 0, 1, 3, len(NAMES)])))
+        self.gradients = r.random() < 0.7
+        self.family = r.choice(["kl", "tsallis", "tsallis", "fermi"])
+        self.alpha = r.choice([1.05, 1.2, 1.3, 1.5, 1.5, 1.8, 2.0, 2.0, 2.5, None])  # None: a tensor
+        self.spread = r.choice([0.01, 1.0, 1.0, 1.0, 4.0, 10.0])  # how few keys have weight
+        if self.family != "kl":
+            self.other_family()
+
+    def other_family(self) -> None:
+        r = self.r
+        self.statistics = tuple(name for name in self.statistics if name != "lse")
+        if r.random() < 0.3:  # long enough for lists of the keys that have weight
+            self.B, self.H, self.Hkv = 1, 2, r.choice([1, 2])
+            self.Tq, self.Tk = r.choice([1, 5, 30]), r.choice([700, 900, 1300])
+            self.priors, self.mask = [], None
+            self.leaves = {n: t for n, t in self.leaves.items() if n in ("level",)}
+            for name, H, T, D in (("q", self.H, self.Tq, self.D), ("k", self.Hkv, self.Tk, self.D)):
+                self.leaves[name] = self.heads(H, T, D)
+            self.leaves["v"] = self.heads(self.Hkv, self.Tk, self.Dv)
+            if "level" in self.leaves:
+                self.leaves["level"] = self.leaves["level"][:1]
+            self.mask = random.Random(~self.seed).choice([None, None, "row", "bool"])  # rows without keys among lists
+            if self.mask is not None:
+                self.leaves["mask"] = self.make_mask()
+        if self.marginal == "relax":  # its mass is exp(dual/rho), and near alpha = 1 that is soon 0 or infinite
+            self.spread, self.alpha = min(self.spread, 1.0), max(self.alpha or 1.5, 1.3)
+        self.leaves["q"] = self.leaves["q"] * self.spread
+        if self.family == "fermi":
+            self.marginal = "free"
+            self.leaves["level"] = self.normal(1) - 1
+            return
+        if self.alpha is None:
+            self.leaves["alpha"] = 1.1 + 0.8 * self.uniform(r.choice([1, self.H]))
+        if self.marginal == "free":  # 1/(alpha - 1) is where a score of 0 has weight 1
+            self.leaves["level"] = 1 / ((self.alpha or 1.5) - 1) - self.uniform(1)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.g)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(*shape, generator=self.g)
+
+    def heads(self, H: int, T: int, D: int) -> Tensor:
+        """[B, H, T, D] in one of the layouts that tensors come in."""
+        B, layout = self.B, self.r.choice(["plain", "bthd", "bhdt", "cut", "every other", "expanded"])
+        if layout == "plain":
+            x = self.normal(B, H, T, D)
+        elif layout == "bthd":
+            x = self.normal(B, T, H, D).transpose(1, 2)
+        elif layout == "bhdt":
+            x = self.normal(B, H, D, T).transpose(2, 3)
+        elif layout == "cut":
+            x = self.normal(B, H, T, 3 * D + 1)[..., D : 2 * D]
+        elif layout == "every other":
+            x = self.normal(B, H, 2 * T, 2 * D)[:, :, ::2, ::2]
+        else:
+            x = self.normal(1, 1, T, D).expand(B, H, T, D)
+        strides = x.stride()  # .to() would make a copy in another layout
+        same = torch.empty_strided((B, H, T, D), strides, dtype=self.dtype) if layout != "plain" else x.to(self.dtype)
+        if layout == "expanded":
+            return x[:1, :1].to(self.dtype).expand(B, H, T, D)
+        return same.copy_(x) if layout != "plain" else same
+
+    def make_mask(self) -> Tensor:
+        shape = {"row": (self.H, self.Tq, 1), "key": (self.B, 1, 1, self.Tk)}.get(
+            str(self.mask),
+            self.r.choice([(self.Tq, self.Tk), (self.B, 1, self.Tq, self.Tk), (self.H, self.Tq, self.Tk)]),
+        )
+        keep = self.uniform(*shape) > self.r.choice([0.0, 0.3, 0.95])
+        if self.mask == "bool" or (self.mask in ("row", "key") and self.r.random() < 0.5):
+            return keep
+        return self.normal(*shape).masked_fill(~keep, -math.inf)
+
+    def add_prior(self, name: str) -> None:
+        B, H, Tq, Tk = self.B, self.H, self.Tq, self.Tk
+        if name == "alibi":
+            self.leaves["slopes"] = self.uniform(self.r.choice([1, H]))
+        elif name == "documents":
+            self.leaves["ids"] = torch.randint(-1, 3, (self.r.choice([1, B]), Tq), generator=self.g)
+            self.leaves["key_ids"] = torch.randint(-1, 3, (self.r.choice([1, B]), Tk), generator=self.g)
+        elif name == "bias":
+            shape = self.r.choice([(Tq, Tk), (B, 1, Tq, Tk), (H, Tq, Tk)])
+            self.leaves["bias"] = self.normal(*shape).masked_fill(self.uniform(*shape) < 0.2, -math.inf)
+        elif name == "row bias":
+            self.leaves["row"] = self.normal(H, Tq, 1)
+        elif name == "key bias":
+            self.leaves["key"] = self.normal(self.r.choice([1, H]), 1, Tk)
+
+    def call(self, x: dict[str, Tensor]) -> dict[str, Any]:
+        prior = None
+        for name in self.priors:
+            factor = {
+                "causal": lambda: Causal(self.alignment),
+                "window": lambda: Window(*self.band, alignment=self.alignment),
+                "alibi": lambda: ALiBi(x["slopes"], alignment=self.alignment),
+                "documents": lambda: Documents(x["ids"], x["key_ids"]),
+                "bias": lambda: Bias(x["bias"]),
+                "row bias": lambda: Bias(x["row"]),
+                "key bias": lambda: Bias(x["key"]),
+            }[name]()
+            prior = factor if prior is None else prior * factor
+        marginal = {
+            "rows": lambda: Rows(),
+            "mass": lambda: Rows(mass=2.0),
+            "sink": lambda: Rows(sink=x["level"]),
+            "relax": lambda: Rows(relax=x["level"]),
+            "free": lambda: Free(offset=x["level"]),
+        }[self.marginal]()
+        regularizer = {
+            "kl": KL,
+            "fermi": FermiDirac,
+            "tsallis": lambda: Tsallis(x["alpha"] if self.alpha is None else self.alpha),
+        }[self.family]()
+        return self.options | {
+            "problem": Transport(regularizer, prior=prior, marginal=marginal, temperature=x.get("tau", 1.0)),
+            "attn_mask": x.get("mask"),
+        }
+
+    def run(self, backend: str, dtype: torch.dtype | None, faint: Tensor | bool = False) -> dict[str, Tensor]:
+        """Outputs and gradients by name; `dtype` for another than the problem's own. lse and entropy of `faint` rows
+        are not differentiated."""
+        leaves = {}
+        for name, leaf in self.leaves.items():
+            floating = leaf.is_floating_point()
+            leaves[name] = leaf.detach().to(dtype) if floating and dtype is not None else leaf.detach()
+            if floating and self.gradients:
+                leaves[name].requires_grad_()
+        torch.manual_seed(self.seed)  # dropout
+        request = AuxRequest(**dict.fromkeys(self.statistics, True))
+        out, aux = regard.attention(
+            leaves["q"], leaves["k"], leaves["v"], **self.call(leaves), return_aux=request, backend=backend
+        )
+        results = {"out": out} | {name: getattr(aux, name) for name in self.statistics}
+        if self.gradients:
+            loss = 0.0
+            for name, weight in self.incoming(results, faint).items():
+                loss = loss + (results[name].masked_fill(results[name].isinf(), 0.0) * weight).sum()
+            learned = {n: t for n, t in leaves.items() if t.requires_grad}
+            found = torch.autograd.grad(loss, list(learned.values()), allow_unused=True)  # type: ignore[arg-type]
+            results |= {
+                f"grad {n}": torch.zeros_like(t) if f is None else f
+                for (n, t), f in zip(learned.items(), found, strict=True)
+            }
+        return {name: t.detach() for name, t in results.items()}
+
+    def incoming(self, results: dict[str, Tensor], faint: Tensor | bool) -> dict[str, Tensor]:
+        """The gradients that come from the loss."""
+        g, weights = torch.Generator().manual_seed(7), {}
+        for name in ("out", *(n for n in ("lse", "entropy") if n in results)):
+            weights[name] = torch.randn(results[name].shape, generator=g).to(results[name].dtype)
+            if name in ("lse", "entropy"):
+                weights[name] = torch.where(torch.as_tensor(faint), 0.0, weights[name])
+        return weights
+
+    def exactly(self, **changed: Tensor) -> Form:
+        """The problem in float64 and normal form."""
+        leaves = {n: t.detach().double() if t.is_floating_point() else t for n, t in self.leaves.items()} | changed
+        torch.manual_seed(self.seed)  # dropout
+        return lower(leaves["q"], leaves["k"], leaves["v"], **self.call(leaves))
+
+    def faint(self) -> Tensor | bool:
+        """Rows [B, H, Tq] whose whole mass is too small for the dtype to have digits of single weights."""
+        if self.marginal not in ("relax", "free") or 0 in (self.B, self.H, self.Tq, self.Tk):
+            return False
+        form = self.exactly()
+        mass = solve_rows(form, scores_of(form)[0]).weights.sum(-1)
+        kind = torch.finfo(torch.float64 if self.dtype == torch.float64 else torch.float32)
+        return (mass > 0) & (mass < kind.tiny / kind.eps)
+
+    def sizes(self, truth: dict[str, Tensor], faint: Tensor | bool) -> dict[str, float]:
+        """How much the terms of each gradient are together, without their signs: the sum rounds as they do.
+
+        A pair gives w/tau (u - b) to its score and p (u - b) to its log-prior. Here u is the sum of all that is added
+        for it and b the mean of that.
+        """
+        leaves = {n: self.leaves[n].detach().double().abs().requires_grad_() for n in ("q", "k")}
+        for name in ("mask", "slopes", "bias", "row", "key"):
+            if name in self.leaves and self.leaves[name].is_floating_point():
+                leaves[name] = self.leaves[name].detach().double().requires_grad_()
+        form = self.exactly()
+        scores, values = scores_of(form)
+        rows, incoming = solve_rows(form, scores, rates=True), self.incoming(truth, faint)
+        heads = self.H // self.Hkv
+        u = incoming["out"].double().abs() @ values.abs().repeat_interleave(heads, 1).mT
+        if form.dropout_key is not None:
+            u = u * form.kept(self.Tq, self.Tk, u.device)
+        p, w = rows.weights, rows.rates
+        assert w is not None
+        mass = (p.sum(-1, keepdim=True) + (0.0 if rows.null is None else rows.null)).clamp(min=1e-300)
+        if "lse" in incoming:
+            u = u + incoming["lse"].double().abs()[..., None] / mass
+        if "entropy" in incoming:
+            information = torch.where(p > 0, (p / mass).clamp(min=1e-300).log().abs(), 0.0)
+            entropy = (p * information).sum(-1, keepdim=True) / mass
+            u = u + incoming["entropy"].double().abs()[..., None] / mass * (information + entropy)
+        if rows.slack is not None:
+            u = u + (w * u).sum(-1, keepdim=True) / (w.sum(-1, keepdim=True) + rows.slack).clamp(min=1e-300)
+        options, self.options = self.options, {n: o for n, o in self.options.items() if n != "softcap"}
+        bare = self.exactly(**leaves)  # without the cap, whose slope is at most 1
+        self.options = options
+        log_prior = bare.log_prior(self.Tq, self.Tk, u.dtype, u.device)
+        total = (w * u * scores_of(bare)[0]).sum() + (0.0 if log_prior is None else (p * u * log_prior).sum())
+        found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+        sizes = {
+            n: 0.0 if g is None or not g.numel() else float(g.abs().max()) for n, g in zip(leaves, found, strict=True)
+        }
+        if "level" in self.leaves:  # of relaxed rows it multiplies the price
+            by_level = (w * u).sum(-1, keepdim=True)
+            if self.marginal == "relax":
+                by_level = by_level * torch.where(by_level > 0, rows.dual.abs() / form.level, 0.0)
+            sizes["level"] = float(by_level.sum())
+        if "alpha" in self.leaves:  # beta^2 (1 - 1/y - log y), y = (p/pi)^(alpha - 1)
+            power = form.alpha - 1
+            log_y = power * (p.clamp(min=1e-300).log() - (0.0 if rows.log_prior is None else rows.log_prior))
+            by_alpha = p * u / power**2 * (1 + (-log_y).exp() + log_y.abs())
+            sizes["alpha"] = float(torch.where(p > 0, by_alpha, 0.0).sum())
+        if "tau" in self.leaves:
+            away = torch.where(w > 0, (rows.scores - rows.dual).abs() / rows.temperature, 0.0)
+            by_tau = (w * u * away).sum(-1, keepdim=True)
+            sizes["tau"] = float(by_tau.sum_to_size(self.leaves["tau"].shape).max())
+        return sizes
+
+    def describe(self) -> str:
+        leaves = ", ".join(f"{n}{list(t.shape)}" for n, t in self.leaves.items())
+        return (
+            f"seed {self.seed}: {self.family} {self.alpha} x {self.spread}, {self.dtype}, {leaves}; "
+            f"priors {self.priors} {self.alignment} {self.band}, "
+            f"marginal {self.marginal}, mask {self.mask}, {self.options}, statistics {self.statistics}, "
+            f"gradients {self.gradients}"
+        )
+
+
+def error(found: Tensor, truth: Tensor, share: float = 1.0) -> float:
+    """Largest error (of a share), relative to 1 and to the largest element; equal infinities and NaN do not count."""
+    if not found.numel():
+        return 0.0
+    found, truth = found.double(), truth.double()
+    same = (found == truth) | (found.isnan() & truth.isnan())
+    gap = torch.where(same, 0.0, (found - truth).abs()).nan_to_num(nan=math.inf)
+    size = torch.where(truth.isfinite(), truth.abs(), 0.0)
+    ordered = (gap / (1 + size.max())).flatten().sort().values
+    return float(ordered[max(0, math.ceil(share * ordered.numel()) - 1)])
+
+
+def served(problem: Problem) -> bool:
+    choice = regard.select_backend(*(problem.leaves[n] for n in "qkv"), **problem.call(problem.leaves))
+    return "native" not in choice.reasons
+
+
+def check(seed: int) -> str | None:
+    """None, or what is wrong. The tolerance is a multiple of what the definition loses in the same dtype."""
+    problem = Problem(seed)
+    try:
+        if not served(problem):
+            return None  # declined, with a reason
+        faint = problem.faint()
+        found = problem.run("native", None, faint)
+        truth = problem.run("torch", torch.float64, faint)
+        plain = problem.run("torch", None, faint)
+    except Exception as raised:
+        return f"{type(raised).__name__}: {raised}"
+    half = problem.dtype in (torch.bfloat16, torch.float16)
+    # In relaxed and free rows the mass is an exponential of the scores: so is what rounding costs.
+    floor = 1e-12 if problem.dtype == torch.float64 else 2e-5
+    eps = torch.finfo(torch.float64 if problem.dtype == torch.float64 else torch.float32).eps
+    sizes: dict[str, float] | None = None
+    for name, value in found.items():
+        if value.shape != truth[name].shape:
+            return f"{name}: shape {list(value.shape)}, expected {list(truth[name].shape)}"
+        rounded = half and (name == "out" or name in ("grad q", "grad k", "grad v"))
+        share, expected = 1.0, truth[name].double()
+        aside = expected.isfinite() & ~plain[name].isfinite()  # beyond the dtype, or so the definition finds
+        if name in OF_FAINT_ROWS:
+            aside = aside | torch.as_tensor(faint)
+        value, definition = (torch.where(aside, expected, t.double()) for t in (value, plain[name]))
+        bound = 4 * error(definition, expected) + (torch.finfo(problem.dtype).eps if rounded else floor)
+        if problem.Tk > 512 and name in ("score_variance", "cost", "kl", "value_spread"):
+            bound = bound + 5 * floor  # differences of sums, taken key after key
+        if problem.family == "tsallis":
+            # Near alpha = 1 a weight is a high power of y, with that many times its rounding error. At the edge of the
+            # support a key has weight or has none, as the last bit of its score will have it: above alpha = 2 that is a
+            # low power of the rounding error, and from alpha = 2 on gradients jump with it. Then most of them must be
+            # right, and all finite.
+            power = 0.5 if problem.alpha is None else problem.alpha - 1
+            bound = bound + floor / (power if problem.alpha else 1.0) + (8 * eps ** (1 / power) if power > 1 else 0.0)
+            fine = problem.dtype == torch.float64  # no score comes that near the edge
+            if name == "support" and not fine:
+                bound, share = bound + 0.02, 0.98
+            elif name.startswith("grad") and (problem.alpha or 1.5) >= 2:
+                bound, share = 10 * bound, 1.0 if fine else 0.8
+                if not value[expected.isfinite()].isfinite().all():
+                    return f"{name}: not finite"
+            elif name.startswith("grad") and power >= 0.5:
+                bound = 3 * bound  # there w is a low power of the rounding error, too
+        wrong = error(value, expected, share)
+        if not wrong <= bound and name.startswith("grad"):
+            # Terms that cancel: what is left of them is small, what rounding left of each is not.
+            sizes = problem.sizes(truth, faint) if sizes is None else sizes
+            bound += 8 * eps * sizes.get(name.removeprefix("grad "), 0.0) / (1 + float(expected.abs().max()))
+        if not wrong <= bound:
+            return f"{name}: error {wrong:.1e}, expected at most {bound:.1e}"
+    return None
+
+
+def report(seed: int, wrong: str) -> str:
+    return f"{wrong}\n  {Problem(seed).describe()}\n  again: python tests/support/fuzz.py --seed {seed}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--seed", type=int, action="append", help="only these")
+    options = parser.parse_args()
+    first = random.SystemRandom().randrange(2**31)
+    end, tried, failed = time.monotonic() + 60 * options.minutes, 0, 0
+    if not options.seed:
+        print(f"seeds from {first} for {options.minutes:g} minutes", flush=True)
+    seeds = iter(options.seed) if options.seed else iter(range(first, first + 2**31))
+    try:
+        for seed in seeds:
+            if not options.seed and time.monotonic() > end:
+                break
+            tried += 1
+            if wrong := check(seed):
+                failed += 1
+                print(f"FAILED: {report(seed, wrong)}", flush=True)
+    except KeyboardInterrupt:
+        pass
+    print(f"{tried} problems, {failed} failures")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,16 @@
+"""Results on several numbers of threads."""
+
+import torch
+
+
+def with_threads(run):
+    """What `run` gives on one, two and three threads."""
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(run())
+        return results
+    finally:
+        torch.set_num_threads(before)
