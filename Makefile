@@ -19,7 +19,7 @@ testing = REGARD_ENGINE=$$(ls $(CURDIR)/build/$(1)/_native*.so)
 # $(call under,name): the same with its sanitizer
 under = OMP_NUM_THREADS=2 $(call testing,$(1)) \
   LD_PRELOAD="$$($(CXX) -print-file-name=lib$(if $(filter address,$(1)),a,t)san.so) $$($(CXX) -print-file-name=libstdc++.so)"
-KERNELS := $(PY) -m pytest -q -x --capture=no -p no:cacheprovider tests/test_native.py tests/test_features_native.py
+KERNELS := $(PY) -m pytest -q -x --capture=no -p no:cacheprovider tests/backends/test_native.py tests/backends/test_features_native.py
 
 .PHONY: help demo tour test grid converge fuzz sanitize clang bench bench-full bench-models lint format docs lock clean
 .DELETE_ON_ERROR:
@@ -37,13 +37,13 @@ test: .venv/tests  ## all tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal
 
 grid: .venv/tests  ## every point of the sweep over PyTorch's own attention, of which `make test` runs a sample
-	REGARD_GRID=all OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal tests/test_sdpa_grid.py
+	REGARD_GRID=all OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal tests/backends/test_sdpa_grid.py
 
 converge: .venv/tests  ## how often two-sided plans converge: 1,000 random problems for each temperature and backend
 	@$(PY) benchmarks/convergence.py
 
 fuzz: .venv/tests  ## random problems on the native engine against the definition, for MINUTES
-	$(PY) tests/fuzz.py --minutes $(MINUTES)
+	$(PY) tests/support/fuzz.py --minutes $(MINUTES)
 
 # Address and undefined behaviour with OpenMP, as installed; threads with the standard library's, which the thread
 # sanitizer understands (an OpenMP runtime is not instrumented: its barriers look like races). Only the engine is
@@ -60,7 +60,7 @@ sanitize: .venv/tests  ## the kernels' tests under the address, undefined-behavi
 clang: .venv/tests  ## the native engine built with clang (CLANG=path), and the kernels' tests
 	@$(call engine,clang,-DCMAKE_CXX_COMPILER=$(CLANG))
 	OMP_NUM_THREADS=1 $(call testing,clang) $(PY) -m pytest -q -n $(JOBS) --dist worksteal \
-	  tests/test_native.py tests/test_features_native.py tests/test_reading.py tests/test_invalid.py
+	  tests/backends/test_native.py tests/backends/test_features_native.py tests/backends/test_reading.py tests/core/test_invalid.py
 
 bench: .venv/peers  ## the quick benchmarks, a few minutes; each checks its results before it times them
 	@$(PY) benchmarks/run.py
@@ -81,7 +81,7 @@ format: .venv/linters  ## let ruff mend what it can
 	.venv/bin/ruff format
 
 docs: .venv/tests  ## run every snippet of README and docs, compare the outputs shown, check the links
-	$(PY) -m pytest -q tests/test_docs.py
+	$(PY) -m pytest -q tests/project/test_docs.py
 
 # $(call extra,name): the packages of one of our extras; installing ourselves with it would build the engine again
 extra = $(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(1)"], sep="\n")' > .venv/$(1).txt && $(PIP) --requirement .venv/$(1).txt

@@ -34,14 +34,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import measure
 import torch
-from measure import Spread
-from run import machine
 from torch import Tensor
 
+import measure
 import regard
+from measure import Spread
 from regard.features import Features, LinearAttention, Performer
+from run import machine
 
 D, M = 64, 256
 LENGTHS = (4096, 16384, 65536, 262144)

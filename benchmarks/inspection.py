@@ -30,16 +30,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import measure
 import torch
 import transformers
-from measure import Spread
-from report import _number
-from run import machine
 from torch import Tensor
 
+import measure
 import regard
+from measure import Spread
 from regard.statistics import NAMES
+from report import _number
+from run import machine
 
 PARTS = ("cost", "memory", "gpt-oss")
 QUIET = {"use_cache": False, "logits_to_keep": 1}

@@ -22,17 +22,17 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import torch
+
 import contest
 import measure
+import regard
 import report
 import suite
-import torch
 from contest import Case, Skip
 from measure import Spread
-from report import Row
-
-import regard
 from regard import doctor
+from report import Row
 
 CALLS = 50  # tiny ones, between two looks at the clock
 

@@ -28,10 +28,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import measure
 import torch
 from torch import Tensor
 
+import measure
 import regard
 from regard import AuxRequest, RowsAndColumns, Transport
 

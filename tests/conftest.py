@@ -48,14 +48,6 @@ except ImportError:
     engine, ISAS = None, []
 
 
-# For a program of its own: the most memory that it has had, in MiB. (`ru_maxrss` would begin with its parent's.)
-PEAK = """
-def peak():
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024
-"""
-reads_peak = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads VmHWM")
-
-
 @pytest.fixture(autouse=True)
 def _seeded():
     """What a test draws does not depend on the tests before it."""
@@ -106,19 +98,6 @@ def poison(monkeypatch):
     yield
     if engine is not None:
         engine.poison(False)
-
-
-def with_threads(run):
-    """What `run` gives on one, two and three threads."""
-    before = torch.get_num_threads()
-    try:
-        results = []
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append(run())
-        return results
-    finally:
-        torch.set_num_threads(before)
 
 
 def pytest_terminal_summary(terminalreporter):
