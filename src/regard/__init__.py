@@ -5,23 +5,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from . import geometry as geometry  # a module, not a name of __all__
+from ._version import __version__ as __version__
 from .estimation import Calibration, Estimate, Evidence, calibrate, estimate, evidence
 from .inspection import Inspection, Monitor, inspect, watch
 from .operator import Choice, attention, select_backend
 from .plan import Certificate, Path, Plan, block_mass, certify, path, solve, topk, weights_at
-from .problem import (
-    ALiBi,
-    Bias,
-    Causal,
-    Documents,
-    Free,
-    MatchEntropy,
-    MatchKL,
-    Rows,
-    RowsAndColumns,
-    Transport,
-    Window,
-)
+from .priors import ALiBi, Bias, Causal, Documents, Window
+from .problem import Free, MatchEntropy, MatchKL, Rows, RowsAndColumns, Transport
 from .regularizers import KL, FDivergence, FermiDirac, Tsallis
 from .statistics import AuxOutput, AuxRequest
 
@@ -29,8 +19,6 @@ if TYPE_CHECKING:
     from . import features as features
     from . import hf as hf
     from . import nn as nn
-
-__version__ = "0.1.0"
 
 __all__ = [
     "KL",

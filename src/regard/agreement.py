@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._validate import describe
 from .convex import LARGEST, value_and_derivative
-from .parts import describe
 
 Function = Callable[[Tensor], Tensor]
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+
+from ._compat import forward_mode, transforms_active
 
 Function = Callable[[Tensor], Tensor]
 
@@ -29,7 +30,7 @@ def value_and_derivative(f: Function, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def derivative_of(link: Function, t: Tensor) -> Tensor:
     """link'(t), differentiable in t as often as link is."""
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if transforms_active() or forward_mode():
         return torch.func.vjp(link, t)[1](torch.ones_like(t))[0]
     # The same by plain autograd: the first use of torch.func imports the compiler, which takes seconds.
     again = torch.is_grad_enabled() and t.requires_grad

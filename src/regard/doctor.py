@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from . import __version__
-from .backends import native
-from .operator import BACKENDS, attention, select_backend
-from .problem import ALiBi, Causal, Free, Rows, Transport, Window
+from .backends import BACKENDS
+from .backends.native.engine import extension
+from .operator import attention, select_backend
+from .priors import ALiBi, Causal, Window
+from .problem import Free, Rows, Transport
 from .regularizers import FermiDirac, Tsallis
 from .statistics import AuxRequest
 
@@ -62,7 +64,7 @@ def engine() -> dict[str, Any]:
     """The native engine: loaded or why not, its instruction sets, its compiler."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is missing is said below
-        module, reason = native._extension()
+        module, reason = extension()
     facts: dict[str, Any] = {"loaded": module is not None, "forced": os.environ.get("REGARD_ISA") or None}
     if module is None:
         return facts | {"reason": reason, "built": "not built" not in reason}

@@ -15,9 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .checks import concrete, may_be_zero, number
+from ._validate import concrete, describe, is_integer, is_number, may_be_zero, number
 from .operator import attention
-from .parts import describe, is_integer, is_number
 from .problem import Budget, Rows, RowsAndColumns, Transport
 from .regularizers import KL
 from .statistics import AuxRequest

@@ -31,10 +31,9 @@ from torch._C._functorch import is_legacy_batchedtensor  # type: ignore[import-n
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from .backends import native_features as engine
-from .checks import autocast, check_device, check_tensors, fold, leading_shape, number
-from .ops import forward_mode
-from .parts import describe, finite, is_integer
+from ._compat import forward_mode
+from ._validate import autocast, check_device, check_tensors, describe, finite, fold, is_integer, leading_shape, number
+from .backends.native import features as engine
 from .statistics import AuxOutput, requested
 
 CHUNK = 64  # causal rows whose weights are computed pair by pair

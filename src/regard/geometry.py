@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import operator, ops
-from .backends import torch as definition
-from .checks import check_values, number
-from .form import Form, known_hard, lower
-from .parts import Scalar, check_scalar, describe, is_integer, positive
-from .plan import _lower_scores
+from . import dispatch, operator
+from ._validate import Scalar, check_scalar, check_values, describe, is_integer, number, positive
+from .autograd.batched import one_by_one
+from .backends import reference, row_equation
+from .form import Form
+from .lowering import lower, lower_scores
 from .problem import Budget, Transport
 
 # --- on scores and weights --------------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ def policy_gradient(scores: Tensor, utility: Tensor, problem: Transport | None =
     """
     utility = _like("utility", utility, "scores", _floating("scores", scores))
     rows = _rows(scores, problem)
-    return (rows.rates * definition.centred(rows.rates, rows.slack, utility)).to(scores.dtype)
+    return (rows.rates * row_equation.centred(rows.rates, rows.slack, utility)).to(scores.dtype)
 
 
 def sampled_policy_gradient(
@@ -178,9 +178,9 @@ class _Rows:
 
 
 def _rows(scores: Tensor, problem: Transport | None) -> _Rows:
-    form, folded = _lower_scores(scores, Transport() if problem is None else problem)
+    form, folded = lower_scores(scores, Transport() if problem is None else problem)
     _refuse(problem, form)
-    rows = definition.solve_rows(form, folded, order=2, rates=True)
+    rows = row_equation.solve_rows(form, folded, order=2, rates=True)
     rates, slack, temperature, admissible = rows.rates, rows.slack, rows.temperature, rows.admissible
     assert rates is not None and admissible is not None  # a score of -inf forbids, so there is a mask
     lead, Tk = scores.shape[:-1], scores.shape[-1]
@@ -215,7 +215,7 @@ def fisher_vector_product(
     form = lower(query, key, key, attn_mask, 0.0, is_causal, scale, enable_gqa, problem)
     _refuse(problem, form)
     product = _hessian_product(form, query, key, tangent)
-    return operator._unfold(product / form.temperature, query, key, key).to(query.dtype)
+    return dispatch.unfold(product / form.temperature, query, key, key).to(query.dtype)
 
 
 def free_energy_hvp(
@@ -232,17 +232,17 @@ def free_energy_hvp(
     """The Hessian of F, as a function of each query, times a tangent: tau times `fisher_vector_product`."""
     form = lower(query, key, key, attn_mask, 0.0, is_causal, scale, enable_gqa, problem)
     _refuse(problem, form)
-    return operator._unfold(_hessian_product(form, query, key, tangent), query, key, key).to(query.dtype)
+    return dispatch.unfold(_hessian_product(form, query, key, tangent), query, key, key).to(query.dtype)
 
 
 def _hessian_product(form: Form, query: Tensor, key: Tensor, tangent: Tensor) -> Tensor:
     """scale^2/tau Cov_w(k) t, [B, H, Tq, D] in the compute dtype."""
     assert form.query is not None
-    shape = operator._unfold(form.query, query, key, key).shape
+    shape = dispatch.unfold(form.query, query, key, key).shape
     _check_tangent("tangent", tangent, shape, query.device)
 
     def attended(q: Tensor) -> Tensor:
-        return operator.run(form.with_tensors({"query": q}), ("out",))["out"]
+        return dispatch.compute(form.with_tensors({"query": q}), ("out",))["out"]
 
     # In the compute dtype: half would round the sum before its last factor.
     wide = form.query.to(form.dtype)
@@ -329,7 +329,7 @@ def natural_attention(
     fixed = form.with_tensors(dict.fromkeys(("query", "key", "value")))  # type: ignore[arg-type]
     assert form.query is not None
     out = _Natural.apply(fixed, damping, form.query, form.key, form.value)
-    return operator._unfold(out.to(form.query.dtype), query, key, value)  # type: ignore[union-attr]
+    return dispatch.unfold(out.to(form.query.dtype), query, key, value)  # type: ignore[union-attr]
 
 
 class _Natural(torch.autograd.Function):
@@ -338,7 +338,7 @@ class _Natural(torch.autograd.Function):
     @staticmethod
     def forward(form: Form, damping: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with torch.no_grad():
-            return operator.run(form.with_tensors({"query": query, "key": key, "value": value}), ("out",))["out"]
+            return dispatch.compute(form.with_tensors({"query": query, "key": key, "value": value}), ("out",))["out"]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -349,7 +349,7 @@ class _Natural(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple:  # type: ignore[override]
         needed = tuple(n for n, need in zip(("query", "key", "value"), ctx.needs_input_grad[2:], strict=True) if need)
         how, saved = (ctx.form, ctx.damping, needed), ctx.saved_tensors
-        found = ops.one_by_one(lambda grad: _NaturalBackward.apply(*how, grad, *saved), (grad,))
+        found = one_by_one(lambda grad: _NaturalBackward.apply(*how, grad, *saved), (grad,))
         by_name = dict(zip(needed, found, strict=True))
         return None, None, *(by_name.get(name) for name in ("query", "key", "value"))
 
@@ -363,8 +363,8 @@ class _NaturalBackward(torch.autograd.Function):
         totals = {name: torch.zeros_like(form.tensors()[name], dtype=form.dtype) for name in needed}
         if 0 in form.shape:
             return tuple(totals[name].to(grad.dtype) for name in needed)
-        with definition._full_precision(form):
-            for where in definition.blocks(form):
+        with reference.full_precision(form):
+            for where in reference.blocks(form):
                 block = form.cut(*where)
                 if not block.shape[3]:
                     continue
@@ -385,17 +385,17 @@ def _natural_block(form: Form, damping: float, needed: tuple, grad: Tensor) -> d
     """What a block of rows [B, H, Tq, Dv] hands to query, key and value."""
     leaves = {n: t.detach().to(form.dtype).requires_grad_() for n, t in form.tensors().items() if n in needed}
     with torch.enable_grad():
-        scores, value = definition.scores_of(form.with_tensors(leaves))
+        scores, value = reference.scores_of(form.with_tensors(leaves))
     with torch.no_grad():
-        rows = definition.solve_rows(form, scores.detach(), rates=True)
+        rows = row_equation.solve_rows(form, scores.detach(), rates=True)
         assert rows.rates is not None
         B, H, Tq, Tk = scores.shape
         utility = (grad.reshape(B, value.shape[1], -1, value.shape[3]) @ value.mT).view(B, H, Tq, Tk)
         heat = damping * rows.temperature
         damped = rows.rates * heat / (rows.rates + heat)  # w'/tau
-        natural = damped / damping * definition.centred(damped, rows.slack, utility)
+        natural = damped / damping * row_equation.centred(damped, rows.slack, utility)
     with torch.enable_grad():
-        out = definition._transport(rows.weights, value)
+        out = reference.transport(rows.weights, value)
         pairs = [(y, g) for y, g in ((scores, natural), (out, grad)) if y.requires_grad]
         found = torch.autograd.grad([y for y, _ in pairs], list(leaves.values()), [g for _, g in pairs])
     return dict(zip(leaves, found, strict=True))
@@ -436,5 +436,5 @@ def _refuse(problem: Transport | None, form: Form) -> None:
             f"temperature: expected a number or a tensor (the metric is that of a fixed temperature), "
             f"got {problem.temperature!r}"
         )
-    if known_hard(form):
+    if form.known_hard:
         raise ValueError("temperature: expected temperature > 0 (at 0 the plan does not move), got 0")

@@ -31,13 +31,14 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("regard.hf needs transformers: pip install 'regard[hf]'") from error
 
+from ._validate import describe
 from .features import Features
 from .nn.declared import learned
 from .nn.retrofit import PARAMETERS, Retrofit
 from .nn.stability import entropy_floor
 from .operator import attention
-from .parts import describe
-from .problem import ALiBi, Bias, Budget, Causal, Documents, Prior, Rows, RowsAndColumns, Transport, Window
+from .priors import ALiBi, Bias, Causal, Documents, Prior, Window
+from .problem import Budget, Rows, RowsAndColumns, Transport
 from .regularizers import KL
 from .statistics import AuxOutput, AuxRequest
 

@@ -1,6 +1,6 @@
 """The regularisers: each a convex f, given by f itself, its link g = (f')^-1 and the link's slope.
 
-A solver needs nothing else: the plan is p = pi * g((s - lambda)/tau), and w = pi * g' is all that its gradient needs.
+A solver needs nothing else: the plan is p = pi * g((s - lambda)/tau), and its gradient depends on w = pi * g'.
 """
 
 from __future__ import annotations
@@ -9,37 +9,61 @@ import itertools
 import math
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ._pytree import Part
+from ._validate import Scalar, check_scalar, concrete, describe
 from .agreement import examine
-from .checks import concrete
 from .convex import conjugate_bound, derivative_of
-from .parts import Part, Scalar, above_one, check_scalar, describe
+
+_FAMILIES: dict[str, type[Regularizer]] = {}  # by name, as their classes are defined
 
 
 class Regularizer(Part, abstract=True):
     """A convex f with f' inverted: the plan is p = pi * link(t), t = (s - lambda)/tau - origin.
 
-    A subclass gives three formulas: `f`, `link` (g, zero below its range) and `slope` (g'). `origin` moves the
-    coordinate in which link and slope are written, for accuracy. `ceiling` is the supremum of link where it has one.
-    `signed` says that plans may be negative: the problem has no constraint p >= 0.
+    A subclass gives a `family` name and three formulas: `f`, `link` (g, zero below its range) and `slope` (g'). Solver,
+    gradient, statistics and certificate follow. Its fields are its parameters: each is a number or a tensor (per head
+    [H], or broadcast to [B, H, Tq, 1]), may require grad, and reaches the formulas as a number or [B|1, H|1, Tq|1, 1].
+    `domains` gives the open interval of each.
     """
 
     family: ClassVar[str]
-    ceiling: ClassVar[float] = math.inf
-    signed = False  # without an annotation: a field of FDivergence, of no other
+    domains: ClassVar[dict[str, tuple[str, float, float]]] = {}  # parameter -> (in words, above, below)
+    ceiling: ClassVar[float] = math.inf  # the supremum of link
+    full_support: ClassVar[bool] = False  # whether link > 0 everywhere: every admissible key has some weight
+    signed = False  # whether plans may be negative; without an annotation, because FDivergence makes it a field
+
+    def __init_subclass__(cls, abstract: bool = False) -> None:
+        super().__init_subclass__(abstract)
+        family = cls.__dict__.get("family")
+        if family is not None:
+            taken = _FAMILIES.get(family, cls)
+            if taken.__qualname__ != cls.__qualname__:  # the same name: a notebook cell that ran again
+                raise ValueError(f"family: expected a name that is not taken, got {family!r}, which is {taken}")
+            _FAMILIES[family] = cls
+
+    def __post_init__(self) -> None:
+        for name, (text, above, below) in self.domains.items():
+            check_scalar(f"{type(self).__name__}({name})", getattr(self, name), text, lambda x: above < x < below)  # noqa: B023
+
+    @property
+    def parameters(self) -> dict[str, Scalar]:
+        """The fields by name, in order."""
+        return dict(zip(self._names, self._values(), strict=True))
 
     @property
     def origin(self) -> Scalar:
+        """Where t begins: moves the coordinate in which link and slope are written, for accuracy."""
         return 0.0
 
     @property
     def power(self) -> Scalar:
-        """The power of the mass in which the row equation is nearly straight (0: its logarithm); only speed."""
+        """The power of the mass in which the row equation is nearly straight (0: its logarithm). Affects speed only."""
         return 0.0
 
     def f(self, ratio: Tensor) -> Tensor:
@@ -52,12 +76,13 @@ class Regularizer(Part, abstract=True):
         raise NotImplementedError
 
     def inverse(self, log_ratio: Tensor) -> Tensor:
-        """Some t, if possible the one where link(t) = exp(log_ratio): where a search may begin."""
+        """Where a search may begin: some t, if possible the one where link(t) = exp(log_ratio)."""
         return torch.zeros_like(log_ratio)
 
     def absorb(self, log_scale: Tensor, temperature: Scalar) -> tuple[Tensor, Scalar, Scalar] | None:
-        """How a common factor exp(c) of the prior can be traded for another temperature and a shift of lambda: (c, as
-        much of it as fits), new temperature, shift. None if it cannot."""
+        """Trade a common factor exp(c) of the prior for another temperature and a shift of lambda.
+
+        Returns (the part of c that was traded, new temperature, shift), or None if there is no such trade."""
         return None
 
     def weights(self, t: Tensor, log_prior: Tensor | None) -> Tensor:
@@ -65,7 +90,7 @@ class Regularizer(Part, abstract=True):
         return self.link(t) if log_prior is None else log_prior.exp() * self.link(t)
 
     def weights_and_slopes(self, t: Tensor, log_prior: Tensor | None) -> tuple[Tensor, Tensor]:
-        """p and w = pi * link'(t): all that the gradient needs to know of a regulariser."""
+        """p and w = pi * link'(t). The gradient depends on the regulariser through w alone."""
         slopes = self.slope(t) if log_prior is None else log_prior.exp() * self.slope(t)
         return self.weights(t, log_prior), slopes
 
@@ -79,6 +104,7 @@ class KL(Regularizer):
     """Kullback-Leibler to the prior: softmax."""
 
     family: ClassVar[str] = "kl"
+    full_support: ClassVar[bool] = True
 
     def f(self, ratio: Tensor) -> Tensor:
         return torch.xlogy(ratio, ratio) - ratio + 1
@@ -110,9 +136,7 @@ class Tsallis(Regularizer):
     alpha: Scalar
 
     family: ClassVar[str] = "tsallis"
-
-    def __post_init__(self) -> None:
-        check_scalar("Tsallis(alpha)", self.alpha, "alpha > 1 (KL() is the limit alpha = 1)", above_one)
+    domains: ClassVar = {"alpha": ("alpha > 1", 1.0, math.inf)}
 
     @property
     def origin(self) -> Scalar:
@@ -173,6 +197,7 @@ class FermiDirac(Regularizer):
 
     family: ClassVar[str] = "fermi_dirac"
     ceiling: ClassVar[float] = 1.0
+    full_support: ClassVar[bool] = True
 
     def f(self, ratio: Tensor) -> Tensor:
         return torch.xlogy(ratio, ratio) + torch.xlogy(1 - ratio, 1 - ratio)
@@ -198,7 +223,7 @@ class FermiDirac(Regularizer):
         return torch.nn.functional.softplus(t, threshold=1e4)
 
 
-# Callables cannot travel through an operator's schema; the name of a live FDivergence can.
+# The arguments of an operator cannot be callables. A live FDivergence is passed by its name.
 _DECLARED: weakref.WeakValueDictionary[str, FDivergence] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
@@ -264,6 +289,10 @@ class FDivergence(Regularizer):
             )
         object.__setattr__(self, "family", f"custom {next(_numbers)}")
         _DECLARED[self.family] = self
+
+    @property
+    def parameters(self) -> dict[str, Scalar]:
+        return {}
 
     def f(self, ratio: Tensor) -> Tensor:
         return self.user_f(ratio)
@@ -331,14 +360,10 @@ class _Linked(torch.autograd.Function):
         return tangent * ctx.divergence.derivative(ctx.saved_tensors[0])
 
 
-def regularizer_of(family: str, alpha: Scalar) -> Regularizer:
-    """The regulariser a lowered problem names."""
-    if family == "kl":
-        return KL()
-    if family == "tsallis":
-        return Tsallis(alpha)
-    if family == "fermi_dirac":
-        return FermiDirac()
+def regularizer_of(family: str, parameters: Sequence[Scalar]) -> Regularizer:
+    """The regulariser of a lowered problem, which holds its family and its parameters."""
+    if family in _FAMILIES:
+        return _FAMILIES[family](*parameters)
     if family in _DECLARED:
         return _DECLARED[family]
-    raise RuntimeError(f"the FDivergence {family!r} of this problem is gone: keep it alive while its operator is used")
+    raise RuntimeError(f"the FDivergence {family!r} no longer exists: keep it alive while its operator is used")

@@ -1,18 +1,17 @@
-"""What can be read off a plan: each statistic once, by its defining formula on a block of solved rows.
+"""What can be read off a plan: each statistic once, by its formula on a block of solved rows.
 
 Notation: y = s/tau, natural logarithms, sums over admissible keys. With a sink, `lse`, `entropy`, `kl`, `max_weight`,
 `collision` and `score_variance` count the null key as a key of score b and prior 1; the others do not. Where the mass
 is not 1 (relaxed, free, Rows(mass)), `entropy`, `kl` and `score_variance` are of the plan divided by its mass.
 A row with no admissible key has lse, dual and max_scores -inf and everything else 0.
 
-Of a plan with both marginals (RowsAndColumns) the same formulas are taken over its rows; `dual` is the price f of a
-query, with the prices of each document's keys measured from their mean (weighted by what they receive; relaxed prices
-as they are), and `value` the row's share of the optimum, sum_j p_ij (f_i + g_j): without relaxation's price of the
-columns. Three statistics are of such plans only:
+For a plan with both marginals (RowsAndColumns) the same formulas hold for its rows. `dual` is the price f of a query;
+the prices of each document's keys are measured from their mean (weighted by what they receive; relaxed prices as they
+are). `value` is the row's share of the optimum, sum_j p_ij (f_i + g_j), without the penalty of relaxed columns. Three
+statistics exist for such plans only: `column_dual`, `column_residual` and `iterations`.
 
-    column_dual      g, the price of each key's mass, [B, H, Tk]
-    column_residual  how far each key is from its marginal (relaxed: from what its price asks for), [B, H, Tk]
-    iterations       that it took, each two passes over the keys, [B, H]
+A statistic is one function with the decorator `statistic`, which makes it a field of AuxRequest and AuxOutput and tells
+backends its shape. A backend that has no kernel for it declines it by name.
 """
 
 from __future__ import annotations
@@ -20,125 +19,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, make_dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from .checks import may_be_zero
-from .form import Form, known_hard
-from .parts import Scalar
+from ._compat import pytree
+from ._validate import Scalar, may_be_zero
+from .form import Form
 from .problem import Budget, RowsAndColumns, Transport
-from .regularizers import KL, Regularizer
+from .regularizers import Regularizer
 
-
-@dataclass(frozen=True)
-class AuxRequest:
-    """Which statistics `attention(return_aux=...)` should return; see `regard.statistics` for each definition."""
-
-    lse: bool = False
-    dual: bool = False
-    value: bool = False
-    entropy: bool = False
-    kl: bool = False
-    max_scores: bool = False
-    max_weight: bool = False
-    score_variance: bool = False
-    collision: bool = False
-    support: bool = False
-    first_key_mass: bool = False
-    mass: bool = False
-    cost: bool = False
-    value_spread: bool = False
-    key_mass: bool = False
-    column_dual: bool = False
-    column_residual: bool = False
-    iterations: bool = False
-
-    @classmethod
-    def all(cls, problem: object = None) -> AuxRequest:
-        """Every statistic that is defined for the problem (a Transport; None is softmax)."""
-        problem = Transport() if problem is None else problem
-        if not isinstance(problem, Transport):
-            raise TypeError(f"problem: expected a Transport, got {problem!r}")
-        hard = not isinstance(problem.temperature, Budget) and may_be_zero(problem.temperature)
-        missing = {"lse": hard or not isinstance(problem.regularizer, KL), "score_variance": hard}
-        missing |= dict.fromkeys(COLUMNS, not isinstance(problem.marginal, RowsAndColumns))
-        return cls(**{f.name: not missing.get(f.name, False) for f in fields(cls)})
-
-
-@dataclass(eq=False)
-class AuxOutput:
-    """The statistics asked for, [*batch, H, Tq] (of keys: [*batch, H, Tk], iterations: [*batch, H]); the others are
-    None."""
-
-    lse: Tensor | None = None
-    dual: Tensor | None = None
-    value: Tensor | None = None
-    entropy: Tensor | None = None
-    kl: Tensor | None = None
-    max_scores: Tensor | None = None
-    max_weight: Tensor | None = None
-    score_variance: Tensor | None = None
-    collision: Tensor | None = None
-    support: Tensor | None = None
-    first_key_mass: Tensor | None = None
-    mass: Tensor | None = None
-    cost: Tensor | None = None
-    value_spread: Tensor | None = None
-    key_mass: Tensor | None = None
-    column_dual: Tensor | None = None
-    column_residual: Tensor | None = None
-    iterations: Tensor | None = None
-
-
-def _flatten(aux: AuxOutput) -> tuple[list[Tensor], tuple[str, ...]]:
-    names = tuple(name for name in (*NAMES, *COLUMNS) if getattr(aux, name) is not None)
-    return [getattr(aux, name) for name in names], names
-
-
-pytree.register_pytree_node(
-    AuxOutput,
-    _flatten,
-    lambda tensors, names: AuxOutput(**dict(zip(names, tensors, strict=True))),
-    serialized_type_name="regard.AuxOutput",
-    to_dumpable_context=json.dumps,
-    from_dumpable_context=lambda text: tuple(json.loads(text)),
-)
-
-COLUMNS = ("column_dual", "column_residual", "iterations")  # of plans with both marginals
-NAMES = tuple(f.name for f in fields(AuxRequest) if f.name not in COLUMNS)  # of every plan, but where `undefined`
-DIFFERENTIABLE = ("out", "lse", "entropy")
-
-
-def requested(return_aux: object) -> tuple[str, ...]:
-    """The names in an AuxRequest: ours, or PyTorch's (lse, max_scores)."""
-    if return_aux is None:
-        return ()
-    if isinstance(return_aux, AuxRequest):
-        return tuple(name for name in (*NAMES, *COLUMNS) if getattr(return_aux, name))
-    if type(return_aux).__name__ == "AuxRequest" and hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores"):
-        return tuple(name for name in ("lse", "max_scores") if getattr(return_aux, name))
-    raise TypeError(f"return_aux: expected an AuxRequest or None, got {return_aux!r}")
-
-
-def undefined(name: str, form: Form) -> str | None:
-    """Why this problem has no such statistic, or None."""
-    if name in COLUMNS and form.marginal != "columns":
-        return f"{name} is defined for RowsAndColumns only: other plans have no constraint on their columns"
-    if name == "lse" and form.family != "kl":
-        return (
-            f"lse is defined for KL only, not for {form.regularizer!r} (dual and value are defined for every problem)"
-        )
-    if name in ("lse", "score_variance") and known_hard(form):
-        return f"{name} is not defined at temperature 0"
-    return None
+# --- the rows that a statistic is computed from -----------------------------------------------------------------------
 
 
 @dataclass
 class Solution:
-    """A block of solved rows. Scores and log-priors hold 0 where a key is not admissible, weights too."""
+    """A block of solved rows. Scores, log-priors and weights hold 0 where a key is not admissible."""
 
     form: Form
     regularizer: Regularizer
@@ -150,14 +48,14 @@ class Solution:
     log_prior: Tensor | None  # broadcasts to [B, H, Tq, Tk]
     admissible: Tensor | None  # broadcasts to [B, H, Tq, Tk]
     null: Tensor | None  # [B, H, Tq, 1], weight of the null key
-    rates: Tensor | None = None  # [B, H, Tq, Tk], w/tau: what a score moves its own weight by, at a fixed price
+    rates: Tensor | None = None  # [B, H, Tq, Tk], w/tau: the derivative of a weight by its score at a fixed price
     slack: Tensor | None = None  # [B, H, Tq, 1], kappa/tau; None in free rows, where it is infinite
     output: Tensor | None = None  # [B, H, Tq, Dv], before dropout
     values: Tensor | None = None  # [B, Hkv, Tk, Dv]
 
     @property
     def null_score(self) -> Tensor:
-        return torch.as_tensor(self.form.level, dtype=self.scores.dtype, device=self.scores.device)
+        return torch.as_tensor(self.form.marginal_parameter, dtype=self.scores.dtype, device=self.scores.device)
 
     def where_admissible(self, x: Tensor, other: float) -> Tensor:
         return x if self.admissible is None else torch.where(self.admissible, x, other)
@@ -181,6 +79,57 @@ class Solution:
         return self.with_null(log_prior, torch.zeros_like(self.dual)).logsumexp(-1, keepdim=True)
 
 
+# --- what a statistic is ----------------------------------------------------------------------------------------------
+
+Formula = Callable[[Solution], Tensor]
+
+
+class Traits(NamedTuple):
+    """The facts about a problem that decide whether a statistic is defined for it."""
+
+    family: str  # of the regulariser
+    both_marginals: bool
+    hard: bool  # known to have temperature 0 in some row
+    regularizer: Callable[[], Regularizer | None]  # for messages
+
+
+class Statistic(NamedTuple):
+    formula: Formula | None  # None: the solver for both marginals computes it
+    per: str  # one number per "query", per "key" or per "head"
+    differentiable: bool
+    undefined: Callable[[Traits], str | None]  # why a problem has no such statistic, or None
+
+
+STATISTICS: dict[str, Statistic] = {}
+
+
+def statistic(
+    *, per: str = "query", differentiable: bool = False, undefined: Callable[[Traits], str | None] = lambda traits: None
+) -> Callable[[Formula], Formula]:
+    """Make a function of solved rows a statistic. Its name is the statistic's, its docstring the definition."""
+
+    def register(formula: Formula) -> Formula:
+        STATISTICS[formula.__name__] = Statistic(formula, per, differentiable, undefined)
+        return formula
+
+    return register
+
+
+def _at_temperature_zero(name: str) -> Callable[[Traits], str | None]:
+    return lambda traits: f"{name} is not defined at temperature 0" if traits.hard else None
+
+
+def _lse_undefined(traits: Traits) -> str | None:
+    if traits.family != "kl":
+        name = repr(traits.regularizer())
+        return f"lse is defined for KL only, not for {name} (dual and value are defined for every problem)"
+    return _at_temperature_zero("lse")(traits)
+
+
+# --- the statistics ---------------------------------------------------------------------------------------------------
+
+
+@statistic(differentiable=True, undefined=_lse_undefined)
 def lse(rows: Solution) -> Tensor:
     """log sum_j pi_j exp(y_j)."""
     x = rows.scores / rows.temperature
@@ -197,6 +146,7 @@ def lse(rows: Solution) -> Tensor:
     return torch.where(none, -math.inf, total_log + top).squeeze(-1)
 
 
+@statistic()
 def dual(rows: Solution) -> Tensor:
     """lambda, the price of the row's mass (KL rows: tau * lse; free: minus the offset)."""
     return rows.dual.squeeze(-1)
@@ -208,7 +158,7 @@ def divergence(rows: Solution, weights: Tensor, null: Tensor | None) -> Tensor:
     prior = rows.where_admissible(prior, 0.0)
     ratio = weights / torch.where(prior > 0, prior, 1)
     ceiling = rows.regularizer.ceiling
-    beyond = ratio > ceiling * (1 + 1e-6)  # infinitely far, too; within that, rounding
+    beyond = ratio > ceiling * (1 + 1e-6)  # infinitely far as well; less than that is rounding
     ratio = ratio.clamp(max=ceiling)
     if rows.form.family == "kl" and rows.form.marginal in ("rows", "sink"):
         log_prior = 0.0 if rows.log_prior is None else rows.log_prior
@@ -217,14 +167,14 @@ def divergence(rows: Solution, weights: Tensor, null: Tensor | None) -> Tensor:
     else:
         terms = prior * rows.regularizer.f(torch.where(prior > 0, ratio, 1))
         null_terms = None if null is None else rows.regularizer.f(null)
-    # Mass where the prior has none is infinitely far from it.
+    # Mass where the prior is 0 is infinitely far from it.
     terms = torch.where(prior > 0, torch.where(beyond, math.inf, terms), torch.where(weights == 0, 0.0, math.inf))
     total = terms.sum(-1)
     return total if null_terms is None else total + null_terms.squeeze(-1)
 
 
 def primal(rows: Solution, weights: Tensor, null: Tensor | None) -> Tensor:
-    """What a plan (any plan) achieves: <p, s> - tau D_f(p || pi), with the null key's share or relaxation's price."""
+    """The objective of any plan: <p, s> - tau D_f(p || pi), with the terms of a null key, an offset or a relaxation."""
     tau = rows.form.temperature
     tau = tau.squeeze(-1) if isinstance(tau, Tensor) else tau
     total = (weights * rows.scores).sum(-1)
@@ -243,8 +193,9 @@ def primal(rows: Solution, weights: Tensor, null: Tensor | None) -> Tensor:
     return torch.where(tau > 0, total - tau * spread, total)
 
 
+@statistic()
 def value(rows: Solution) -> Tensor:
-    """F, the optimum (KL rows: tau * lse); -inf where the rows must ship mass and no key may take it."""
+    """F, the optimum (KL rows: tau * lse); -inf where a row must ship mass and has no admissible key."""
     result = primal(rows, rows.weights, rows.null)
     return torch.where(rows.dual.squeeze(-1) == -math.inf, _without_keys(rows, result), result)
 
@@ -254,6 +205,7 @@ def _without_keys(rows: Solution, result: Tensor) -> Tensor:
     return torch.full_like(result, -math.inf) if infeasible else result
 
 
+@statistic(differentiable=True)
 def entropy(rows: Solution) -> Tensor:
     """-sum_j p_j log p_j."""
     p = rows.distribution()
@@ -261,6 +213,7 @@ def entropy(rows: Solution) -> Tensor:
     return -torch.where(none, 0.0, p * torch.where(none, 1.0, p).log()).sum(-1)
 
 
+@statistic()
 def kl(rows: Solution) -> Tensor:
     """KL divergence to the prior normalised over the admissible keys."""
     p = rows.distribution()
@@ -272,19 +225,22 @@ def kl(rows: Solution) -> Tensor:
     return torch.where(p.sum(-1) <= 0, 0.0, total + log_mass).clamp(min=0)
 
 
+@statistic()
 def max_scores(rows: Solution) -> Tensor:
     """Largest admissible score s, before the temperature (null key excluded)."""
     return rows.where_admissible(rows.scores, -math.inf).amax(-1)
 
 
+@statistic()
 def max_weight(rows: Solution) -> Tensor:
     """Largest p."""
     top = rows.weights.amax(-1)
     return top if rows.null is None else torch.maximum(top, rows.null.squeeze(-1))
 
 
+@statistic(undefined=_at_temperature_zero("score_variance"))
 def score_variance(rows: Solution) -> Tensor:
-    """Var_p(y): how much the entropy answers to the temperature."""
+    """Var_p(y): how strongly the entropy depends on the temperature."""
     p = rows.distribution()
     scores = rows.scores
     if rows.null is not None:
@@ -296,17 +252,19 @@ def score_variance(rows: Solution) -> Tensor:
     return (p * (y - mean) ** 2).sum(-1)
 
 
+@statistic()
 def collision(rows: Solution) -> Tensor:
-    """sum_j p_j^2; its inverse counts the keys that take part."""
+    """sum_j p_j^2. Its inverse is an effective number of keys."""
     total = (rows.weights**2).sum(-1)
     return total if rows.null is None else total + rows.null.squeeze(-1) ** 2
 
 
+@statistic()
 def support(rows: Solution) -> Tensor:
-    """Number of keys with p > 0, of the exact plan: under KL and Fermi-Dirac every admissible key has some."""
+    """Number of keys with p > 0 in the exact plan. Under KL and Fermi-Dirac these are all admissible keys."""
     weights = rows.weights
     count = (weights > 0).to(weights.dtype).sum(-1)
-    if rows.form.family in ("kl", "fermi_dirac"):
+    if rows.regularizer.full_support:
         counted, count = count, rows.where_admissible(torch.ones_like(weights), 0.0).sum(-1)
         if rows.form.hard:
             cold = torch.as_tensor(rows.form.temperature, device=count.device) == 0
@@ -314,22 +272,26 @@ def support(rows: Solution) -> Tensor:
     return torch.where(weights.isnan().any(-1), math.nan, count)
 
 
+@statistic()
 def first_key_mass(rows: Solution) -> Tensor:
     """p of key 0."""
     first = rows.weights[..., 0]
     return first if rows.form.first_key == 0 else torch.zeros_like(first)
 
 
+@statistic()
 def mass(rows: Solution) -> Tensor:
     """sum_j p_j over real keys."""
     return rows.weights.sum(-1)
 
 
+@statistic()
 def cost(rows: Solution) -> Tensor:
     """-sum_j p_j s_j, the transport cost."""
     return -(rows.weights * rows.scores).sum(-1)
 
 
+@statistic()
 def value_spread(rows: Solution) -> Tensor:
     """sum_j p_j |v_j|^2 - |o|^2."""
     assert rows.values is not None and rows.output is not None
@@ -352,29 +314,110 @@ def value_spread(rows: Solution) -> Tensor:
     return second - ((rows.output - centre) ** 2).sum(-1) + missing
 
 
+@statistic(per="key")
 def key_mass(rows: Solution) -> Tensor:
     """sum_i p_ij over queries: [B, H, Tk]."""
     return rows.weights.sum(-2)
 
 
-STATISTICS: dict[str, Callable[[Solution], Tensor]] = {
-    f.__name__: f
-    for f in (
-        lse,
-        dual,
-        value,
-        entropy,
-        kl,
-        max_scores,
-        max_weight,
-        score_variance,
-        collision,
-        support,
-        first_key_mass,
-        mass,
-        cost,
-        value_spread,
-        key_mass,
-    )
+# --- statistics of plans with both marginals --------------------------------------------------------------------------
+
+
+def _columns_only(name: str) -> Callable[[Traits], str | None]:
+    text = f"{name} is defined for RowsAndColumns only: other plans have no constraint on their columns"
+    return lambda traits: None if traits.both_marginals else text
+
+
+ROW_STATISTICS = tuple(STATISTICS)
+STATISTICS |= {
+    # g, the price of each key's mass
+    "column_dual": Statistic(None, "key", False, _columns_only("column_dual")),
+    # how far each key is from its marginal (relaxed: from what its price asks for)
+    "column_residual": Statistic(None, "key", False, _columns_only("column_residual")),
+    # the iterations of the solver, each two passes over the keys
+    "iterations": Statistic(None, "head", False, _columns_only("iterations")),
 }
-assert tuple(STATISTICS) == NAMES
+COLUMN_STATISTICS = tuple(name for name in STATISTICS if name not in ROW_STATISTICS)
+DIFFERENTIABLE = ("out", *(name for name, found in STATISTICS.items() if found.differentiable))
+
+
+def undefined(name: str, form: Form) -> str | None:
+    """Why this problem has no such statistic, or None."""
+    traits = Traits(form.family, form.marginal == "columns", form.known_hard, lambda: form.regularizer)
+    return STATISTICS[name].undefined(traits)
+
+
+# --- asking for statistics --------------------------------------------------------------------------------------------
+
+
+def _all(cls: type[AuxRequest], problem: object = None) -> AuxRequest:
+    """Every statistic that is defined for the problem (a Transport; None is softmax)."""
+    problem = Transport() if problem is None else problem
+    if not isinstance(problem, Transport):
+        raise TypeError(f"problem: expected a Transport, got {problem!r}")
+    hard = not isinstance(problem.temperature, Budget) and may_be_zero(problem.temperature)
+    assert problem.regularizer is not None
+    both_marginals = isinstance(problem.marginal, RowsAndColumns)
+    traits = Traits(problem.regularizer.family, both_marginals, hard, lambda: problem.regularizer)
+    return cls(**{name: found.undefined(traits) is None for name, found in STATISTICS.items()})
+
+
+if TYPE_CHECKING:  # the fields are the statistics above, so type checkers know their types only
+
+    class AuxRequest:
+        def __init__(self, **statistics: bool) -> None: ...
+        @classmethod
+        def all(cls, problem: object = None) -> AuxRequest: ...
+        def __getattr__(self, name: str) -> bool: ...
+
+    class AuxOutput:
+        def __init__(self, **statistics: Tensor) -> None: ...
+        def __getattr__(self, name: str) -> Tensor: ...
+
+else:
+    AuxRequest = make_dataclass(
+        "AuxRequest",
+        [(name, bool, False) for name in STATISTICS],
+        namespace={
+            "__module__": __name__,
+            "__doc__": "Which statistics `attention(return_aux=...)` returns; `regard.statistics` defines each.",
+            "all": classmethod(_all),
+        },
+        frozen=True,
+    )
+    AuxOutput = make_dataclass(
+        "AuxOutput",
+        [(name, Tensor | None, None) for name in STATISTICS],
+        namespace={
+            "__module__": __name__,
+            "__doc__": "The statistics asked for, [*batch, H, Tq] (per key: [*batch, H, Tk], iterations: [*batch, H]). "
+            "The others are None.",
+        },
+        eq=False,
+    )
+
+
+def _flatten(aux: AuxOutput) -> tuple[list[Tensor], tuple[str, ...]]:
+    names = tuple(name for name in STATISTICS if getattr(aux, name) is not None)
+    return [getattr(aux, name) for name in names], names
+
+
+pytree.register_pytree_node(
+    AuxOutput,
+    _flatten,
+    lambda tensors, names: AuxOutput(**dict(zip(names, tensors, strict=True))),
+    serialized_type_name="regard.AuxOutput",
+    to_dumpable_context=json.dumps,
+    from_dumpable_context=lambda text: tuple(json.loads(text)),
+)
+
+
+def requested(return_aux: object) -> tuple[str, ...]:
+    """The names in an AuxRequest: regard's, or PyTorch's (lse, max_scores)."""
+    if return_aux is None:
+        return ()
+    if isinstance(return_aux, AuxRequest):
+        return tuple(name for name in STATISTICS if getattr(return_aux, name))
+    if type(return_aux).__name__ == "AuxRequest" and hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores"):
+        return tuple(name for name in ("lse", "max_scores") if getattr(return_aux, name))
+    raise TypeError(f"return_aux: expected an AuxRequest or None, got {return_aux!r}")

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from regard import AuxRequest
-from regard.backends import native, native_features
+from regard.backends.native import engine, features
 from regard.features import Features, LinearAttention, Performer, ReLUFeatures
 from support.features import MAPS, D, close, definition, seeded, tensors
 from support.threads import with_threads
 
 pytestmark = [
-    pytest.mark.skipif(native._extension()[0] is None, reason="the native engine was not built"),
+    pytest.mark.skipif(engine.extension()[0] is None, reason="the native engine was not built"),
     pytest.mark.usefixtures("isa", "poison"),
 ]
 
@@ -71,7 +71,7 @@ def test_no_further_off_than_pytorch(name, dtype):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_the_number_of_threads_does_not_matter(name, causal, monkeypatch):
     """Bit by bit, whether threads share a head or have heads of their own."""
-    monkeypatch.setattr(native_features, "_SMALL", 0)
+    monkeypatch.setattr(features, "_SMALL", 0)
     module = MAPS[name]()
     for H, Hkv in ((1, 1), (4, 2), (3, 3)):
         given = tensors(1000, 900, B=1, H=H, Hkv=Hkv, dtype=torch.float32)
@@ -193,7 +193,7 @@ def test_what_it_declines_it_refuses():
 
 def test_it_is_what_a_call_takes(monkeypatch):
     seen = []
-    monkeypatch.setattr(native_features, "forward", lambda *a: seen.append(a[0].map) or real(*a))
+    monkeypatch.setattr(features, "forward", lambda *a: seen.append(a[0].map) or real(*a))
     q, k, v = tensors(9, dtype=torch.float32)
     for module in (LinearAttention(), ReLUFeatures(), ReLUFeatures(D, 20), Performer(D, 20)):
         module(q, k, v, True)
@@ -201,7 +201,7 @@ def test_it_is_what_a_call_takes(monkeypatch):
     assert seen == ["elu", "relu", "relu", "exp"]
 
 
-real = native_features.forward
+real = features.forward
 
 
 def test_tracing_sees_what_is_computed():

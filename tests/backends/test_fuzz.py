@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from regard.backends import native
+from regard.backends import BACKENDS
 from support import fuzz
 
 pytest.importorskip("regard._native", reason="the native engine was not built")
@@ -32,21 +32,21 @@ def test_problems_are_served_and_vary():
 
 def test_one_wrong_element_is_noticed(monkeypatch):
     seed = next(s for s in range(48) if fuzz.Problem(s).Tq > 2 and fuzz.Problem(s).Tk > 2)
-    plain = native.forward
+    plain = BACKENDS["native"].forward
 
     def wrong(form, names):
         results = plain(form, names)
         results["out"].view(-1)[3] += 0.5
         return results
 
-    monkeypatch.setattr(native, "forward", wrong)
+    monkeypatch.setattr(BACKENDS["native"], "forward", wrong)
     found = fuzz.check(seed)
     assert found is not None and f"--seed {seed}" in fuzz.report(seed, found)
 
 
 @pytest.mark.parametrize("slot", ["query", "key"])
 def test_a_gradient_a_thousandth_too_large_is_noticed(slot, monkeypatch):
-    plain, asked = native.backward, []
+    plain, asked = BACKENDS["native"].backward, []
 
     def wrong(form, needed, outputs, grads):
         results = plain(form, needed, outputs, grads)
@@ -55,7 +55,7 @@ def test_a_gradient_a_thousandth_too_large_is_noticed(slot, monkeypatch):
             results[slot] *= 1.001
         return results
 
-    monkeypatch.setattr(native, "backward", wrong)
+    monkeypatch.setattr(BACKENDS["native"], "backward", wrong)
     noticed = []
     for seed in range(24):
         if fuzz.Problem(seed).dtype == torch.float32 and fuzz.Problem(seed).alpha != 2.5:

@@ -17,7 +17,8 @@ import torch
 
 import regard
 from regard import ALiBi, AuxRequest, Bias, Causal, Documents, FermiDirac, Free, Rows, Transport, Tsallis, Window
-from regard.backends import native
+from regard.backends import BACKENDS
+from regard.backends.native import backend
 from support.threads import with_threads
 
 engine = pytest.importorskip("regard._native", reason="the native engine was not built")
@@ -474,14 +475,14 @@ def test_links_paths(path, link):
 
 def kept(monkeypatch):
     """The lists (csrc/lists.h) that forward passes keep from now on."""
-    found, forward = [], native.forward
+    found, forward = [], BACKENDS["native"].forward
 
     def noted(form, names):
         results = forward(form, names)
         found.extend(results[name] for name in names if name == "lists")
         return results
 
-    monkeypatch.setattr(native, "forward", noted)
+    monkeypatch.setattr(BACKENDS["native"], "forward", noted)
     return found
 
 
@@ -510,7 +511,7 @@ def test_links_nan_is_not_lost_in_lists(link, where, monkeypatch):
     for isa in engine.isas():
         engine.use(isa)
         with monkeypatch.context() as patch:
-            patch.setattr(native, "_may_list", lambda form: False)
+            patch.setattr(backend, "_may_list", lambda form: False)
             plain = case.run("native")
         for name, value in case.run("native").items():
             assert torch.equal(value.isnan(), plain[name].isnan()), name
@@ -523,7 +524,7 @@ def test_links_backward_from_lists_in_other_types_and_with_dropout(dtype, monkey
     case = Linked("1.5", tensors, dict, dropout_p=0.3)
     found = case.run("native")
     assert lists and (lists[0].view(torch.int32)[:, :, 0, 0] != 0).all()
-    monkeypatch.setattr(native, "_may_list", lambda form: False)
+    monkeypatch.setattr(backend, "_may_list", lambda form: False)
     for name, plain in case.run("native").items():
         assert error(found[name], plain.double()) < {torch.bfloat16: 1e-2, torch.float64: 1e-12}[dtype], name
 
@@ -967,7 +968,8 @@ def test_broadcast_parameters_are_not_expanded(monkeypatch):
     q, k, v = qkv(10, Tq=64, Tk=64).values()
     mask = torch.ones(1, 1, 1, 64, dtype=torch.bool)
     records = []
-    monkeypatch.setattr(native, "_record", lambda form, make=native._record: records.append(make(form)) or records[-1])
+    make = backend.record_of
+    monkeypatch.setattr(backend, "record_of", lambda form: records.append(make(form)) or records[-1])
     regard.attention(q, k, v, attn_mask=mask, enable_gqa=True, backend="native")
     (record,) = records
     for name, tensor in (("key", k), ("mask", mask)):
@@ -1052,13 +1054,13 @@ def test_reasons(problem, reason):
 def test_the_checker_sees_one_wrong_element(monkeypatch):
     case = Case(qkv(13), dict)
     case.check()
-    plain = native.forward
+    plain = BACKENDS["native"].forward
 
     def wrong(form, names):
         results = plain(form, names)
         results["out"].view(-1)[17] += 1e-3
         return results
 
-    monkeypatch.setattr(native, "forward", wrong)
+    monkeypatch.setattr(BACKENDS["native"], "forward", wrong)
     with pytest.raises(AssertionError):
         case.check()

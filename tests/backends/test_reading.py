@@ -14,7 +14,7 @@ import torch
 
 import regard
 from regard import ALiBi, Bias, Causal, Documents, FermiDirac, Free, Rows, Transport, Tsallis, Window
-from regard.backends import native
+from regard.backends.native import engine
 from support.memory import PEAK, reads_peak
 from support.threads import with_threads
 
@@ -268,8 +268,8 @@ def test_traced_tensors_take_the_definition():
 def test_index_is_not_copied(monkeypatch):
     """A broadcast index is read where it lies."""
     seen = []
-    plain = native._Record.tensor
-    monkeypatch.setattr(native._Record, "tensor", lambda self, n, t: (seen.append((n, t)), plain(self, n, t))[1])
+    plain = engine.Record.tensor
+    monkeypatch.setattr(engine.Record, "tensor", lambda self, n, t: (seen.append((n, t)), plain(self, n, t))[1])
     index = torch.arange(5)
     regard.weights_at(normal(0, 2, 3, 7, 8), normal(1, 2, 3, 9, 8), index)
     assert dict(seen)["index"].data_ptr() == index.data_ptr()

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper_left
 
 import regard
-from regard.backends import native
+from regard.backends.native import engine
 from support.cases import ALLOWED, pytorch_loss, stock_attention
 
 WHOLE = os.environ.get("REGARD_GRID") == "all"
@@ -376,7 +376,7 @@ def failures(point: Point, attention: Callable = regard.attention) -> list[str]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_grid(mask, dtype):
-    built = native._extension()[0] is not None
+    built = engine.extension()[0] is not None
     wrong = [line for p in points(mask, dtype) if built or p.backend != "native" for line in failures(p)]
     assert not wrong, f"{len(wrong)} wrong:\n" + "\n".join(wrong[:20])
 

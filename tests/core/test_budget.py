@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 
 import regard
 from regard import ALiBi, AuxRequest, Bias, Causal, FermiDirac, MatchEntropy, MatchKL, Rows, Transport, Tsallis, Window
+from regard.backends import BACKENDS
+from regard.lowering import lower
+from regard.solvers.budget.gradient import match
 from support.memory import PEAK, reads_peak
 
 D = torch.float64
@@ -182,13 +185,8 @@ def test_float32_budget_is_met_beyond_float32_statistics():
     q, k = draw(1, 1, 2, 200, 32, dtype=torch.float32), draw(2, 1, 2, 200, 32, dtype=torch.float32)
     scores = q.double() @ k.double().mT / math.sqrt(32)
     for budget, tolerance in ((1e-3, 1e-5), (0.3, 1e-6), (2.0, 1e-6), (4.0, 1e-6)):
-        from regard.budget import match
-        from regard.form import lower
-
-        rule = MatchKL(budget)
-        form, _ = match(
-            regard.select_backend(q, k, k).backend, lower(q, k, k, problem=Transport(temperature=rule)), rule
-        )
+        problem = Transport(temperature=MatchKL(budget))
+        form, _ = match(regard.select_backend(q, k, k).backend, lower(q, k, k, problem=problem))
         plan = (scores / form.temperature.double()).softmax(-1)
         kl, _ = statistics(plan, torch.zeros_like(plan))
         assert ((kl / budget - 1).abs() < tolerance).all()
@@ -196,12 +194,10 @@ def test_float32_budget_is_met_beyond_float32_statistics():
 
 def test_few_passes(monkeypatch):
     """A search that needs more passes than this has lost its way."""
-    from regard import ops
-
     backend = regard.select_backend(*(torch.zeros(1, 1, 2, 2),) * 3).backend
-    passes, forward = [], ops.BACKENDS[backend].forward
+    passes, forward = [], BACKENDS[backend].forward
     monkeypatch.setattr(
-        ops.BACKENDS[backend], "forward", lambda form, names: passes.append(form.shape[2]) or forward(form, names)
+        BACKENDS[backend], "forward", lambda form, names: passes.append(form.shape[2]) or forward(form, names)
     )
     q, k, v = (draw(n, 1, 4, 300, 32, dtype=torch.float32) for n in range(3))
     for budget in (0.05, 1.0, 3.0):

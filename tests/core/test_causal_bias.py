@@ -12,8 +12,8 @@ from torch.nn.attention.bias import CausalBias, CausalVariant, causal_lower_righ
 
 import regard
 from regard import ALiBi, AuxRequest, Causal, Transport, Tsallis
-from regard.backends import native
-from regard.operator import BACKENDS
+from regard.backends import BACKENDS
+from regard.backends.native import engine
 from support.cases import assert_close, stock_attention
 
 LENGTHS = [(23, 23), (7, 19), (19, 7), (1, 9)]
@@ -40,7 +40,7 @@ def inputs(Tq, Tk, dtype=torch.float64):
 @by_lengths
 @pytest.mark.parametrize("backend", ["auto", *BACKENDS])
 def test_output_and_gradients_are_pytorchs(make, Tq, Tk, backend):
-    if backend == "native" and native._extension()[0] is None:
+    if backend == "native" and engine.extension()[0] is None:
         pytest.skip("the native engine was not built")
     leaves = [t.requires_grad_() for t in inputs(Tq, Tk)]
     incoming = torch.randn(2, 4, Tq, 8, dtype=torch.float64)

@@ -293,7 +293,7 @@ def test_dropout_drops_and_rescales(p):
 def test_dropout_mask_is_a_function_of_position(monkeypatch):
     """Not of blocks: any block size gives the same mask, and the backward sees the one that the forward saw."""
     whole = dropped(0.5, is_causal=True)
-    monkeypatch.setattr("regard.backends.torch.BLOCK", 100)
+    monkeypatch.setattr("regard.backends.reference.BLOCK", 100)
     blocked = dropped(0.5, is_causal=True)
     assert torch.equal(whole == 0, blocked == 0) and torch.allclose(whole, blocked)
     q, k, v = inputs()
@@ -320,7 +320,7 @@ def test_dropout_leaves_statistics_alone():
 
 def test_dropout_hash_is_pinned():
     """The mask is a contract between backends and versions: these bits may never change."""
-    from regard.form import dropout_keys, hash_with
+    from regard._dropout import dropout_keys, hash_with
 
     key = dropout_keys(torch.full((1, 1, 1, 1), 123456789012345), 2, 3)
     bits = hash_with(hash_with(key, torch.tensor(7)), torch.tensor([0, 1, 65536]))

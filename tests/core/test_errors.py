@@ -24,7 +24,7 @@ from regard import (
     Tsallis,
     Window,
 )
-from regard.backends import native
+from regard.backends.native import engine
 
 q = torch.randn(2, 4, 5, 8)
 k = torch.randn(2, 4, 5, 8)
@@ -136,7 +136,7 @@ ERRORS = {
     "CausalBias and columns": (
         attend(attn_mask=causal_upper_left(5, 5), problem=Transport(marginal=RowsAndColumns())),
         ValueError,
-        "RowsAndColumns refuses a causal prior",
+        "RowsAndColumns does not allow a causal prior",
     ),
     "mask rank": (attend(attn_mask=torch.zeros(1, 2, 4, 5, 5)), ValueError, "attn_mask: expected a shape"),
     "mask device": (
@@ -358,7 +358,7 @@ def test_select_backend():
 
 
 def test_auto_avoids_large_masks(monkeypatch):
-    monkeypatch.setattr(native, "_loaded", (None, "taken away for this test"))
+    monkeypatch.setattr(engine, "_loaded", (None, "taken away for this test"))
     q = torch.randn(1, 1, 5000, 4)
     choice = regard.select_backend(q, q, q, problem=Transport(prior=Window(10)))
     assert choice.backend == "torch" and "mask" in choice.reasons["sdpa"]

@@ -14,7 +14,10 @@ from torch.autograd import forward_ad
 
 import regard
 from regard import Bias, FDivergence, Free, Rows, Transport
+from regard.backends.row_equation import solve_rows
 from regard.convex import conjugate_bound
+from regard.lowering import lower_scores
+from regard.solvers.rows import judge_rows
 from support.fake_device import DEVICE, pretended
 
 D = torch.float64
@@ -366,14 +369,12 @@ def test_a_plan_that_another_beats_is_not_certified():
 
 def test_a_price_of_minus_infinity_is_no_proof():
     """Only rows without keys have one plan and no price. Elsewhere such a price is nonsense, and the bound holds."""
-    from regard import plan
-
     s = torch.tensor([[1.0, 0.5], [-math.inf, -math.inf]], dtype=D)
-    form, folded = plan._lower_scores(s, Transport(FDivergence(*RIGHT["tsallis 2.0"])), D)
-    best = plan.definition.solve_rows(form, folded, order=2)
+    form, folded = lower_scores(s, Transport(FDivergence(*RIGHT["tsallis 2.0"])), D)
+    best = solve_rows(form, folded, order=2)
     best.dual = torch.full_like(best.dual, -math.inf)
     best.weights = torch.where(best.weights > 0, 0.5, best.weights)  # not the optimum, which is (0.75, 0.25)
-    found = {name: part.flatten().tolist() for name, part in plan._judge(best, best.weights).items()}
+    found = {name: part.flatten().tolist() for name, part in judge_rows(best, best.weights).items()}
     assert found["gap"][0] > 0.05 and found["gap"][1] == 0
 
 

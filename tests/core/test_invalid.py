@@ -13,14 +13,14 @@ import torch
 
 import regard
 from regard import KL, AuxRequest, Bias, Causal, FermiDirac, Free, Rows, Transport, Tsallis
-from regard.backends import native
+from regard.backends.native import engine
 
 pytestmark = pytest.mark.each_isa
 
-BACKENDS = ["torch", *(["native"] if native._extension()[0] is not None else [])]
+BACKENDS = ["torch", *(["native"] if engine.extension()[0] is not None else [])]
 by_backend = pytest.mark.parametrize("backend", BACKENDS)
 H, T, D = 2, 6, 4
-STATISTICS = tuple(name for name in regard.statistics.NAMES if name != "key_mass")
+STATISTICS = tuple(name for name in regard.statistics.ROW_STATISTICS if name != "key_mass")
 
 
 def normal(seed, *shape):

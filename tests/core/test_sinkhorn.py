@@ -37,15 +37,15 @@ from regard import (
     Tsallis,
     Window,
 )
-from regard.backends import native
-from regard.backends import torch as definition
-from regard.sinkhorn import feasibility
+from regard.backends import BACKENDS as registry
+from regard.backends.native import engine
+from regard.solvers.sinkhorn import feasibility
 from support.memory import PEAK, reads_peak
 
 jax.config.update("jax_enable_x64", True)
 
 F64 = torch.float64
-BACKENDS = ["torch", *(["native"] if native._extension()[0] is not None else [])]
+BACKENDS = ["torch", *(["native"] if engine.extension()[0] is not None else [])]
 by_backend = pytest.mark.parametrize("backend", BACKENDS)
 pytestmark = pytest.mark.each_isa
 
@@ -232,7 +232,7 @@ def test_gradient_of_everything(how, backend):
 @pytest.mark.parametrize("tau", [1.0, 0.1])
 def test_gradient_is_as_good_as_the_tolerance(backend, tau, monkeypatch):
     """A caller who tolerates more gets a gradient in about that, and sooner."""
-    engine, passes = {"torch": definition, "native": native}[backend], []
+    engine, passes = registry[backend], []
     forward = engine.forward
     monkeypatch.setattr(engine, "forward", lambda *given: passes.append(1) or forward(*given))
 
@@ -568,10 +568,12 @@ FORBIDDEN = torch.zeros(5, 5, dtype=F64).masked_fill(~LOWER, -math.inf)
 def test_causal_masks_are_refused(mask):
     """However they are spelled: earlier outputs would change with later queries."""
     problem = Transport(marginal=RowsAndColumns())
-    with pytest.raises(ValueError, match=r"attn_mask: RowsAndColumns refuses a causal .* read the future"):
+    with pytest.raises(ValueError, match=r"attn_mask: RowsAndColumns does not allow a causal .* read the future"):
         call(attn_mask=mask, problem=problem)
     if mask.is_floating_point():
-        with pytest.raises(ValueError, match=r"Bias\(log_prior\): RowsAndColumns refuses a causal .* read the future"):
+        with pytest.raises(
+            ValueError, match=r"Bias\(log_prior\): RowsAndColumns does not allow a causal .* read the future"
+        ):
             call(problem=Transport(prior=Bias(mask), marginal=RowsAndColumns()))
         with pytest.raises(ValueError, match="read the future"):
             regard.solve(draw(2, 5, 5), Transport(prior=Bias(mask), marginal=RowsAndColumns()))
@@ -594,9 +596,11 @@ UP_TO_THE_NEXT = torch.zeros(5, 5).masked_fill(torch.ones(5, 5, dtype=torch.bool
 )
 def test_what_is_causal_together_is_refused(prior, mask):
     whole = prior if mask is None else prior * Bias(torch.zeros(5, 5).masked_fill(~mask, -math.inf))
-    with pytest.raises(ValueError, match=r"prior.* together: RowsAndColumns refuses a causal .* read the future"):
+    with pytest.raises(
+        ValueError, match=r"prior.* together: RowsAndColumns does not allow a causal .* read the future"
+    ):
         call(attn_mask=mask, problem=Transport(prior=prior, marginal=RowsAndColumns()))
-    with pytest.raises(ValueError, match="factors together: RowsAndColumns refuses a causal"):
+    with pytest.raises(ValueError, match="factors together: RowsAndColumns does not allow a causal"):
         call(problem=Transport(prior=whole, marginal=RowsAndColumns()))
 
 
@@ -609,7 +613,7 @@ def test_one_head_that_is_causal_far_down_is_found():
     mask[0, 10, 11] = mask[1, 590, 599] = True
     regard.attention(q, q, q, mask, problem=problem)
     mask[1, 590, 599] = False
-    with pytest.raises(ValueError, match="attn_mask: RowsAndColumns refuses a causal"):
+    with pytest.raises(ValueError, match="attn_mask: RowsAndColumns does not allow a causal"):
         regard.attention(q, q, q, mask, problem=problem)
 
 
@@ -619,7 +623,7 @@ def test_numbers_that_mean_forbidden(low):
     problem = Transport(marginal=RowsAndColumns(iterations=3))
     bias = draw(5, 5)
     triangle, padding = bias.masked_fill(~LOWER, low), bias.masked_fill(torch.arange(5) == 4, low)
-    with pytest.raises(ValueError, match="attn_mask: RowsAndColumns refuses a causal"):
+    with pytest.raises(ValueError, match="attn_mask: RowsAndColumns does not allow a causal"):
         call(attn_mask=triangle, problem=problem)
     with pytest.warns(UserWarning, match=r"attn_mask: RowsAndColumns expects -inf .* got numbers down to -"):
         call(attn_mask=padding, problem=problem)

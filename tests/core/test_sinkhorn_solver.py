@@ -10,14 +10,14 @@ import torch
 import convergence
 import regard
 from regard import AuxRequest, Bias, Documents, RowsAndColumns, Transport
-from regard.backends import native
-from regard.form import lower
-from regard.sinkhorn import anderson, feasibility, newton
-from regard.sinkhorn.marginals import Marginals
-from regard.sinkhorn.stage import Laplacian, Stage
+from regard.backends.native import engine
+from regard.lowering import lower
+from regard.solvers.sinkhorn import anderson, feasibility, newton
+from regard.solvers.sinkhorn.marginals import Marginals
+from regard.solvers.sinkhorn.stage import Laplacian, Stage
 
 F64 = torch.float64
-BACKENDS = ["torch", *(["native"] if native._extension()[0] is not None else [])]
+BACKENDS = ["torch", *(["native"] if engine.extension()[0] is not None else [])]
 by_backend = pytest.mark.parametrize("backend", BACKENDS)
 pytestmark = pytest.mark.each_isa
 

@@ -7,7 +7,7 @@ import torch
 
 import regard
 from regard import KL, AuxRequest, Free, Rows, Transport, Tsallis
-from regard.statistics import NAMES
+from regard.statistics import ROW_STATISTICS
 from support.cases import CASES, assert_close, build, by_backend, by_case, run, skip_unless_served
 from support.reference import f_and_link, truth
 
@@ -101,13 +101,13 @@ def test_statistics(case, backend, dtype):
         assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         # Statistics are computed in float32 for half types too; a variance doubles a relative error, entropy adds it.
         assert_close(got, value, got.dtype, 8 * case.sensitivity, name)
-    assert all(getattr(aux, name) is None for name in NAMES if name not in expected)
+    assert all(getattr(aux, name) is None for name in ROW_STATISTICS if name not in expected)
 
 
 def test_what_is_not_asked_for_is_none():
     q = torch.randn(1, 2, 3, 4)
     _, aux = regard.attention(q, q, q, return_aux=AuxRequest())
-    assert all(getattr(aux, name) is None for name in NAMES)
+    assert all(getattr(aux, name) is None for name in ROW_STATISTICS)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_value_spread_under_a_large_offset(backend, offset):
 def test_only_lse_and_entropy_are_differentiable():
     q, k, v = (torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3))
     _, aux = regard.attention(q, k, v, return_aux=AuxRequest.all())
-    for name in NAMES:
+    for name in ROW_STATISTICS:
         assert getattr(aux, name).requires_grad == (name in ("lse", "entropy")), name
 
 

@@ -8,7 +8,9 @@ import test_statistics
 import torch
 
 import regard
-from regard.backends import torch as definition
+from regard.backends import BACKENDS, reference, row_equation
+from regard.solvers import rows
+from regard.statistics import ROW_STATISTICS, STATISTICS
 from support.cases import CASES, assert_close, build
 
 ENTMAX = next(c for c in CASES if c.name == "entmax 1.5")
@@ -32,10 +34,10 @@ def test_the_comparison_sees_one_wrong_entry():
 
 def test_a_wrong_solver_is_caught(monkeypatch):
     """A search that stops early."""
-    search = definition._search
-    monkeypatch.setattr(definition, "_search", lambda *a: search(*a) + 1e-2)
+    search = row_equation._search
+    monkeypatch.setattr(row_equation, "_search", lambda *a: search(*a) + 1e-2)
     # One Newton step repairs a small error of the search: that is its purpose. Take it away, too.
-    monkeypatch.setattr(definition.Balance, "sides", spoil_sides(definition.Balance.sides))
+    monkeypatch.setattr(row_equation.RowEquation, "sides", spoil_sides(row_equation.RowEquation.sides))
     with pytest.raises(AssertionError):
         test_attention.test_output(ENTMAX, "torch", torch.float64)
 
@@ -51,16 +53,14 @@ def spoil_sides(sides):
 @pytest.mark.parametrize("case", [SOFTMAX, ENTMAX], ids=lambda c: c.name)
 def test_a_wrong_gradient_is_caught(monkeypatch, case):
     """Without the derivative of the dual there is no baseline: REINFORCE instead of an advantage."""
-    solve_rows = definition.solve_rows
-    monkeypatch.setattr(
-        definition, "solve_rows", lambda form, scores, mu=None, order=1: solve_rows(form, scores, mu, 0)
-    )
+    solve_rows = row_equation.solve_rows
+    monkeypatch.setattr(reference, "solve_rows", lambda form, scores, mu=None, order=1: solve_rows(form, scores, mu, 0))
     with pytest.raises(Exception, match=r"Jacobian|backward not|gradcheck"):
         test_attention.test_gradcheck(case)
 
 
 def test_a_slightly_wrong_gradient_is_caught(monkeypatch):
-    backward = definition.backward
+    backward = BACKENDS["torch"].backward
 
     def spoiled(form, needed, outputs, grads):
         found = backward(form, needed, outputs, grads)
@@ -68,27 +68,26 @@ def test_a_slightly_wrong_gradient_is_caught(monkeypatch):
             found["key"] = found["key"] * (1 + 1e-4)
         return found
 
-    monkeypatch.setattr(definition, "backward", spoiled)
+    monkeypatch.setattr(BACKENDS["torch"], "backward", spoiled)
     with pytest.raises(AssertionError, match="gradient of key"):
         test_attention.test_gradients(SOFTMAX, "torch", torch.float32)
 
 
 def test_a_wrong_certificate_is_caught(monkeypatch):
     """A certificate that measures the wrong dual no longer closes the gap of the right plan."""
-    import regard.plan
-
-    dual_value = regard.plan._dual_value
-    monkeypatch.setattr(regard.plan, "_dual_value", lambda best: dual_value(best) + 1e-3)
+    dual_value = rows.dual_value
+    monkeypatch.setattr(rows, "dual_value", lambda best: dual_value(best) + 1e-3)
     with pytest.raises(AssertionError):
         test_plan.test_float32_certificate()
     with pytest.raises(AssertionError):
         test_properties.test_the_optimum_is_certified()
 
 
-@pytest.mark.parametrize("name", sorted(definition.STATISTICS))
+@pytest.mark.parametrize("name", ROW_STATISTICS)
 def test_a_wrong_statistic_is_caught(monkeypatch, name):
-    formula = definition.STATISTICS[name]
-    monkeypatch.setitem(definition.STATISTICS, name, lambda rows: formula(rows) * 1.001 + 0.001)
+    found = STATISTICS[name]
+    wrong = found._replace(formula=lambda rows: found.formula(rows) * 1.001 + 0.001)
+    monkeypatch.setitem(STATISTICS, name, wrong)
     with pytest.raises(AssertionError, match=name):
         test_statistics.test_statistics(SOFTMAX, "torch", torch.float64)
 

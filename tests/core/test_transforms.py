@@ -8,9 +8,11 @@ from torch.autograd import forward_ad
 from torch.library import opcheck
 
 import regard
-from regard import ALiBi, AuxRequest, Bias, Causal, FermiDirac, Free, Rows, Transport, Tsallis, Window, ops
-from regard.backends import native
-from regard.form import lower
+from regard import ALiBi, AuxRequest, Bias, Causal, FermiDirac, Free, Rows, Transport, Tsallis, Window
+from regard.autograd import batched, library
+from regard.backends import BACKENDS
+from regard.backends.native import engine
+from regard.lowering import lower
 from support.cases import CASES, assert_close, build, by_backend, by_case, skip_unless_served, stock_attention
 
 NAMES = [
@@ -142,8 +144,8 @@ def test_export_with_dynamic_lengths_and_a_problem_as_input(tmp_path):
 def test_opcheck(case):
     built = build(case)
     form = lower(built.query, built.key, built.value, **built.arguments)
-    arguments = ("torch", "out,entropy,mu", *ops._to_arguments(form))
-    assert set(opcheck(ops.attend_op, arguments).values()) == {"SUCCESS"}
+    arguments = ("torch", "out,entropy,mu", *library.to_arguments(form))
+    assert set(opcheck(library.attend_op, arguments).values()) == {"SUCCESS"}
 
 
 @by_some
@@ -338,14 +340,16 @@ def test_batched_gradients_of_second_order(backend):
     assert torch.allclose(got, expected) and expected.abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("together", [ops._TOGETHER, 1], ids=["together", "one by one"])
+@pytest.mark.parametrize("together", [batched._TOGETHER, 1], ids=["together", "one by one"])
 def test_batched_gradients_stay_on_the_backend(together, monkeypatch):
     """The engine computes all samples in one pass, or as many as memory is allowed for."""
     pytest.importorskip("regard._native", reason="the native engine was not built")
     passes = []
-    backward = native.backward
-    monkeypatch.setattr(native, "backward", lambda form, *rest: passes.append(form.shape[0]) or backward(form, *rest))
-    monkeypatch.setattr(ops, "_TOGETHER", together)
+    backward = BACKENDS["native"].backward
+    monkeypatch.setattr(
+        BACKENDS["native"], "backward", lambda form, *rest: passes.append(form.shape[0]) or backward(form, *rest)
+    )
+    monkeypatch.setattr(batched, "_TOGETHER", together)
     q, k, v = (torch.randn(2, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
     out = regard.attention(q, k, v, is_causal=True, backend="native")
     torch.autograd.grad(out, (q, k, v), torch.randn(3, *out.shape).double(), is_grads_batched=True, retain_graph=True)
@@ -645,7 +649,7 @@ def test_tracing_sees_an_operator_and_fake_tensors_are_never_read(backend):
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    if backend == "native" and native._extension()[0] is None:
+    if backend == "native" and engine.extension()[0] is None:
         pytest.skip("no native engine")
 
     def both(q, k, v):

@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 
 import regard
-from regard import operator
+from regard import dispatch
 from support import processes
 from support.training import events, lines, llama, samples, tokens
 
@@ -53,7 +53,7 @@ def test_steps_and_losses_are_the_trainers(tmp_path):
         assert line["grad_norm"] == pytest.approx(logged[line["step"]]["grad_norm"], rel=1e-5)
         assert 4 * 8 <= line["rows"] <= 4 * 12
     model = trainer.model
-    assert model.config._attn_implementation == "sdpa" and operator.observers == []
+    assert model.config._attn_implementation == "sdpa" and dispatch.observers == []
     assert all(not m._forward_pre_hooks and not m._forward_hooks for m in model.modules())
 
 

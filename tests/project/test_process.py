@@ -49,7 +49,7 @@ def test_torch_and_native_calls_from_several_threads():
 
 INTERRUPTED = """
 import os, signal, threading, time, torch, regard
-from regard.backends import native
+from regard.backends.native import engine
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is born with it ignored
 torch.set_num_threads(2)
 kind = "{kind}"
@@ -157,8 +157,8 @@ import sys, torch
 sys.path.insert(0, {tests!r})
 import conftest, regard
 from regard import AuxRequest
-from regard.backends import native
-native._extension()[0].use("baseline")
+from regard.backends.native import engine
+engine.extension()[0].use("baseline")
 torch.set_num_threads(3)
 torch.manual_seed(0)
 found = []
@@ -167,7 +167,7 @@ for Tq, Tk, Hkv in ((300, 300, 4), (2, 3000, 1), (130, 70, 2)):
     q, k, v = (t.requires_grad_() for t in (q, k, v))
     out, aux = regard.attention(q, k, v, enable_gqa=True, backend="native", return_aux=AuxRequest.all())
     found += [out.detach(), aux.entropy.detach(), aux.key_mass, *torch.autograd.grad(out.square().sum(), (q, k, v))]
-torch.save([native._extension()[0].threading(), found], sys.argv[1])
+torch.save([engine.extension()[0].threading(), found], sys.argv[1])
 """.format(tests=str(ROOT / "tests"))
     results = []
     for name, environment in {"own": {"REGARD_ENGINE": str(built)}, "usual": {}}.items():

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 import regard
 from regard import ALiBi, Bias, Causal, Documents, FDivergence, FermiDirac, Free, Rows, Transport, Tsallis, Window
-from regard.form import lower
-from regard.operator import BACKENDS
+from regard.backends import BACKENDS
+from regard.lowering import lower
 
 stock_attention = F.scaled_dot_product_attention
 

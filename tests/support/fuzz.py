@@ -34,8 +34,9 @@ from regard import (
     Tsallis,
     Window,
 )
-from regard.backends.torch import scores_of, solve_rows
-from regard.form import Form, lower
+from regard.backends.reference import scores_of, solve_rows
+from regard.form import Form
+from regard.lowering import lower
 
 NAMES = regard.statistics.NAMES
 OF_FAINT_ROWS = ("entropy", "kl", "score_variance", "dual")  # of weights as a distribution, or their price

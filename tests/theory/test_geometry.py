@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 import regard
 from regard import KL, AuxRequest, Bias, Causal, Documents, FermiDirac, Free, Rows, Transport, Tsallis
 from regard import geometry as geo
-from regard.backends import native
-from regard.backends import torch as definition
+from regard.backends import BACKENDS, reference
 from support.cases import CASES, build, custom
 from support.memory import PEAK, reads_peak
 
@@ -343,9 +342,11 @@ def test_products_equal_their_dense_definition(case):
 def test_products_take_the_native_engine(monkeypatch):
     pytest.importorskip("regard._native", reason="the native engine was not built")
     calls = []
-    backward = native.backward
+    backward = BACKENDS["native"].backward
     monkeypatch.setattr(
-        native, "backward", lambda form, needed, *rest: (calls.append(needed), backward(form, needed, *rest))[1]
+        BACKENDS["native"],
+        "backward",
+        lambda form, needed, *rest: (calls.append(needed), backward(form, needed, *rest))[1],
     )
     q, k, t = (draw(i, 1, 2, 6, 4).float() for i in range(3))
     for problem in (None, Transport(Tsallis(1.5), temperature=torch.full((2, 1, 1), 0.5))):
@@ -475,7 +476,7 @@ def test_natural_attention_in_blocks(monkeypatch):
     q, k, v = (draw(i, 2, 2, 40, 4, scale=1.0).requires_grad_() for i in range(3))
     results = []
     for block in (2**21, 200):
-        monkeypatch.setattr(definition, "BLOCK", block)
+        monkeypatch.setattr(reference, "BLOCK", block)
         out = geo.natural_attention(q, k, v, damping=0.1, is_causal=True)
         results.append(torch.autograd.grad(out.sin().sum(), (q, k, v)))
     assert all(close(a, b, 1e-12) for a, b in zip(*results, strict=True))

@@ -191,7 +191,7 @@ def test_block_mass(case, block):
 
 def test_windows_across_blocks(monkeypatch):
     """Many small blocks, a window that leaves most keys out, leading dimensions other than four."""
-    monkeypatch.setattr("regard.backends.torch.BLOCK", 256)
+    monkeypatch.setattr("regard.backends.reference.BLOCK", 256)
     q, k = scores(3, 200, 4), scores(3, 200, 4).flip(1)
     problem = Transport(Tsallis(1.5), prior=Causal() * regard.Window(20))
     plan = regard.solve(q @ k.mT / 2, problem).weights
@@ -212,7 +212,7 @@ def test_blocks_cover_the_plan_once(monkeypatch):
     case = next(c for c in CASES if c.name == "all priors")
     results = []
     for size in (2**21, 64, 1):
-        monkeypatch.setattr("regard.backends.torch.BLOCK", size)
+        monkeypatch.setattr("regard.backends.reference.BLOCK", size)
         built = build(case)
         out, aux = regard.attention(
             built.query, built.key, built.value, **built.arguments, return_aux=regard.AuxRequest.all(), backend="torch"

@@ -1,0 +1,45 @@
+"""The backends, in the order in which "auto" tries them, and the choice between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .._validate import describe
+from ..form import Form
+from .base import READOUT, Backend
+from .native import Native
+from .reference import Reference
+from .sdpa import Stock
+
+__all__ = ["BACKENDS", "READOUT", "REFERENCE", "Backend", "Choice", "choose"]
+
+REFERENCE = Reference()
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Native(), Stock(), REFERENCE)}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that serves a call, and why each one before it was passed over."""
+
+    backend: str
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def choose(form: Form, names: tuple[str, ...], backend: str = "auto") -> tuple[str, dict[str, str]]:
+    """The backend for a problem of rows and these outputs, and why each one before it was passed over. A backend that
+    is given by name must be able to serve them."""
+    if backend != "auto":
+        if backend not in BACKENDS:
+            known = ", ".join(f'"{name}"' for name in ("auto", *BACKENDS))
+            raise ValueError(f"backend: expected one of {known}, got {describe(backend)}")
+        reason = BACKENDS[backend].unsupported(form, names)
+        if reason is not None:
+            raise NotImplementedError(f'backend "{backend}" cannot serve this problem: {reason}')
+        return backend, {}
+    reasons: dict[str, str] = {}
+    for name, candidate in BACKENDS.items():
+        reason = candidate.unsupported(form, names) or candidate.unwise(form)
+        if reason is None:
+            return name, reasons
+        reasons[name] = reason
+    raise NotImplementedError(f"no backend can serve this problem: {reasons}")

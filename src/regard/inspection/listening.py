@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import operator
+from .. import dispatch
 from ..features import Features
 from ..form import Form
-from ..statistics import NAMES, AuxRequest, undefined
+from ..statistics import ROW_STATISTICS, AuxRequest, undefined
 from .recorder import Recorder, admissible, sees_first
 from .result import DERIVED, Layer
 
@@ -43,7 +43,7 @@ def _names(wanted: Iterable[str] | None) -> tuple[str, ...]:
     """Statistics in their order; entropy and the largest score, which events are about, are always among them."""
     wanted = [*("max_weight", "score_variance", "first_key_mass")] if wanted is None else wanted
     wanted = {wanted} if isinstance(wanted, str) else set(wanted)
-    possible = tuple(name for name in NAMES if name != "key_mass")
+    possible = tuple(name for name in ROW_STATISTICS if name != "key_mass")
     for name in wanted:
         if name not in possible:
             raise ValueError(f"statistics: expected names among {', '.join(possible)}, got {name!r}")
@@ -150,11 +150,11 @@ class OfModules:
                 module.register_forward_pre_hook(self.before),
                 module.register_forward_hook(self.after, always_call=True),
             ]
-        operator.observers.append(self.seen)
+        dispatch.observers.append(self.seen)
         try:
             yield
         finally:
-            operator.observers.remove(self.seen)
+            dispatch.observers.remove(self.seen)
             for hook in hooks:
                 hook.remove()
             self.stack.clear()
@@ -187,7 +187,7 @@ class OfModules:
         plain = form.family == "kl" and not form.hard  # then the support is all that is admissible
         missing = {name for name in self.statistics if name not in self.strict and undefined(name, form) is not None}
         wanted = {*self.statistics, *(("support",) if plain else ())} - missing
-        results = compute(tuple(name for name in NAMES if name in wanted))
+        results = compute(tuple(name for name in ROW_STATISTICS if name in wanted))
         none = torch.full_like(results["entropy"], torch.nan)
         values = {name: none if name in missing else results[name] for name in self.statistics}
         keys = results["support"] if plain else admissible(form, None)[0]

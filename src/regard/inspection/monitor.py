@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..parts import describe, is_integer
+from .._validate import describe, is_integer
 from .events import Event, Heads, Limits, Watch
 from .journal import Journal
 from .listening import Real, listener

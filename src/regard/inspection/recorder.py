@@ -19,15 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._validate import describe
 from ..features import STATISTICS as FEATURES_STATISTICS
 from ..features import Features
-from ..form import Form, lower
+from ..form import Form
+from ..lowering import lower
 from ..operator import attention
-from ..parts import describe
 from ..plan import weights_at
-from ..problem import Documents, Prior, Rows, RowsAndColumns, Transport, Window
+from ..priors import Documents, Prior, Window
+from ..problem import Rows, RowsAndColumns, Transport
 from ..regularizers import KL
-from ..statistics import NAMES, AuxRequest
+from ..statistics import ROW_STATISTICS, AuxRequest
 from .result import DERIVED, PATTERNS, Inspection, Layer, position_bins
 from .views import Views
 
@@ -247,19 +249,19 @@ class Recorder:
 
     def _statistics(self, wanted: Iterable[str] | None) -> tuple[str, ...]:
         if wanted is None:
-            common = set(NAMES) - {"key_mass"}
+            common = set(ROW_STATISTICS) - {"key_mass"}
             for problem in self.problems.values():
                 if isinstance(problem, Features):
                     common &= set(FEATURES_STATISTICS)
                     continue
                 request = AuxRequest.all(problem)
-                common &= {name for name in NAMES if getattr(request, name)}
-            return tuple(name for name in NAMES if name in common)
+                common &= {name for name in ROW_STATISTICS if getattr(request, name)}
+            return tuple(name for name in ROW_STATISTICS if name in common)
         wanted = [wanted] if isinstance(wanted, str) else list(wanted)
         for name in wanted:
-            if name not in NAMES:
-                raise ValueError(f"statistics: expected names among {', '.join(NAMES)}, got {describe(name)}")
-        return tuple(name for name in NAMES if name in wanted)
+            if name not in ROW_STATISTICS:
+                raise ValueError(f"statistics: expected names among {', '.join(ROW_STATISTICS)}, got {describe(name)}")
+        return tuple(name for name in ROW_STATISTICS if name in wanted)
 
     def _need_plans(self, name: str) -> None:
         for problem in self.problems.values():

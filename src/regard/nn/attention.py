@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .._validate import describe
 from ..features import Features
 from ..operator import attention
-from ..parts import describe
 from ..plan import solve
-from ..problem import Documents, RowsAndColumns, Transport
+from ..priors import Documents
+from ..problem import RowsAndColumns, Transport
 from .declared import HasProblem, Problem, built
 
 

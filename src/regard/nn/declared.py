@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..parts import Part, describe
+from .._pytree import Part
+from .._validate import describe
 from ..problem import Transport
 
 Problem = Transport | Callable[[], Transport] | None  # a callable builds the problem in every forward

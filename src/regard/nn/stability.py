@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..checks import number
-from ..parts import describe, finite, not_negative, positive
+from .._validate import describe, finite, not_negative, number, positive
 
 # --- QK-clip ----------------------------------------------------------------------------------------------------------
 

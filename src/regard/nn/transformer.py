@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .._validate import describe
 from ..features import Features
 from ..operator import attention as solve_and_average
-from ..parts import describe
 from ..problem import Transport
 from .declared import HasProblem, Problem, built, check_problem
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ...operator import attention
-from ...problem import ALiBi, Bias, Transport
+from ...priors import ALiBi, Bias
+from ...problem import Transport
 from ..judging import interval, judge
 from ..runner import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Table
 from ..training import mean_loss, text_model, train_on_text, validation

@@ -1,6 +1,6 @@
-"""The native engine's kernels for attention by features (csrc/linear.h): the map, the sums and the quotient in one go.
+"""The engine's kernels for attention by features (csrc/features/): the map, the sums and the quotient in one pass.
 
-The rows' masses and references are kept for backward, which computes features and running sums anew: O(T) memory.
+Backward needs the rows' masses and references, and computes features and running sums again: O(T) memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .native import _SMALL, _TYPES, _UNBOUNDED, _extension, _Record
+from .engine import SMALL, TYPES, UNBOUNDED, Record, extension
 
 MAPS = {"elu": 0, "relu": 1, "exp": 2}
 
@@ -26,23 +26,23 @@ class Call(NamedTuple):
 
 def unavailable() -> str | None:
     """Why there is no engine, or None."""
-    module, reason = _extension()
+    module, reason = extension()
     return reason if module is None else None
 
 
 def _record(
     call: Call, query: Tensor, key: Tensor, value: Tensor, projection: Tensor | None, keep: Tensor | None
-) -> _Record:
+) -> Record:
     """`projection` [M, D]; `keep` bool [B|1, 1, Tk, 1], True where a key may be read."""
     B, H, Tq, D = query.shape
     _, Hkv, Tk, Dv = value.shape
     M = D if projection is None else projection.shape[0]
-    element = _TYPES[query.dtype]
-    record = _Record(
-        1 if B * (H * Tq + Hkv * Tk) * M * (D + Dv) < 4 * _SMALL else torch.get_num_threads(),
+    element = TYPES[query.dtype]
+    record = Record(
+        1 if B * (H * Tq + Hkv * Tk) * M * (D + Dv) < 4 * SMALL else torch.get_num_threads(),
         1 if element == 1 else 0,
         *(B, H, Hkv, Tq, Tk, D, Dv),
-        *(_UNBOUNDED, 0 if call.causal else _UNBOUNDED, call.offset),
+        *(UNBOUNDED, 0 if call.causal else UNBOUNDED, call.offset),
         *(0, 0, 0),
         call.scale,
         *(0.0,) * 6,
@@ -64,7 +64,7 @@ def forward(
     call: Call, query: Tensor, key: Tensor, value: Tensor, projection: Tensor | None, keep: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows [B, H, Tq, Dv], their mass and what it is relative to (a power of two) [B, H, Tq], in the compute dtype."""
-    module, _ = _extension()
+    module, _ = extension()
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     out = torch.empty(*query.shape[:3], value.shape[3], dtype=dtype)
     mass, peak = torch.empty(2, *query.shape[:3], dtype=dtype).unbind()
@@ -88,7 +88,7 @@ def backward(
     needed: tuple[bool, bool, bool],
 ) -> list[Tensor | None]:
     """Gradients of query, key and value as far as they are needed, in their dtype."""
-    module, _ = _extension()
+    module, _ = extension()
     out, mass, peak = outputs
     results: list[Any] = [
         torch.empty(t.shape, dtype=out.dtype) if need else None

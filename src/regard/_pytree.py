@@ -1,38 +1,21 @@
-"""What the parts of a problem share: frozen, compared by structure, printed as they are written, and pytrees."""
+"""What the declared parts of a problem share.
+
+A part is frozen, compares by structure (its tensors by identity), prints as it is written, and is a pytree whose
+leaves are its tensors.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import json
-import math
-import numbers
-from collections.abc import Callable
 from typing import Any, ClassVar, dataclass_transform
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-Scalar = float | Tensor
-
-
-def describe(value: object) -> str:
-    """How an error message or a repr shows a value."""
-    if isinstance(value, Tensor):
-        kind = str(value.dtype).removeprefix("torch.")
-        return f"Tensor({kind}, {list(value.shape)})"
-    return repr(value)
-
-
-def is_number(value: object) -> bool:
-    """A real number, NumPy's scalars included; not a bool."""
-    return isinstance(value, int | float | numbers.Real) and not isinstance(value, bool)
-
-
-def is_integer(value: object) -> bool:
-    """An integer, NumPy's and symbolic ones included; not a bool."""
-    return isinstance(value, int | torch.SymInt | numbers.Integral) and not isinstance(value, bool)
+from ._compat import pytree
+from ._validate import describe
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)
@@ -123,37 +106,3 @@ def _register_pytree(cls: type[Part]) -> None:
 def tuple_or_self(value: Any) -> Any:
     """JSON has no tuples: give a list back as one."""
     return tuple(value) if isinstance(value, list) else value
-
-
-# --- checks of numbers -----------------------------------------------------------------------------------------------
-
-
-def check_scalar(name: str, value: object, expected: str, valid: Callable[[float], bool]) -> None:
-    """A number must satisfy `valid`; a tensor must be floating (its values are checked where it is used)."""
-    if isinstance(value, Tensor):
-        if not value.is_floating_point():
-            raise TypeError(f"{name}: expected a number or a floating-point tensor, got {describe(value)}")
-    elif not is_number(value):
-        raise TypeError(f"{name}: expected a number or a floating-point tensor, got {describe(value)}")
-    elif not valid(value):  # type: ignore[arg-type]
-        raise ValueError(f"{name}: expected {expected}, got {value!r}")
-
-
-def finite(x: float) -> bool:
-    return -math.inf < x < math.inf  # Dynamo cannot trace math.isfinite of a symbolic float
-
-
-def positive(x: float) -> bool:
-    return 0 < x < math.inf
-
-
-def not_negative(x: float) -> bool:
-    return 0 <= x < math.inf
-
-
-def probability(x: float) -> bool:
-    return 0 <= x <= 1
-
-
-def above_one(x: float) -> bool:
-    return 1 < x < math.inf

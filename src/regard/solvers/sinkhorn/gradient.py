@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .. import ops
-from ..form import Form
-from ..problem import RowsAndColumns
+from ... import autograd
+from ...autograd.batched import one_by_one
+from ...form import Form
+from ...problem import RowsAndColumns
 from .ladder import Prices
 from .marginals import Marginals
 from .stage import Laplacian, Stage
-from .views import one_sided, own_head, per_head, widened
+from .views import one_sided, own_head, per_head
 
 DEFAULT = RowsAndColumns.tolerance  # a caller who tolerates more gets the gradient to a tenth of that,
 COARSEST = 1e-3  # but never worse than this
@@ -68,14 +69,14 @@ class PricesFunction(torch.autograd.Function):
             precision = 1e-9 if ctx.wide else 1e-13 if form.dtype == torch.float64 else 1e-6
             x = _solve_linear(Stage(ctx.backend, form, marginals, ctx.wide), gamma, grad, precision, *ctx.limits)
             with torch.enable_grad():
-                rows = one_sided(widened(form) if ctx.wide else form, gamma, marginals.live)
+                rows = one_sided(form.widened() if ctx.wide else form, gamma, marginals.live)
                 rows = dataclasses.replace(rows, value=per_head(rows, x))
-                sent = own_head(rows, ops.run(ctx.backend, rows, ("out",))["out"])
+                sent = own_head(rows, autograd.run(ctx.backend, rows, ("out",))["out"])
                 off = (marginals.row * sent).sum() - (marginals.target(gamma) * x).sum()
                 wanted = [leaf for leaf in leaves if leaf.requires_grad]
                 return list(torch.autograd.grad(off, wanted, allow_unused=True, materialize_grads=True))
 
-        found = iter(ops.one_by_one(pull, (grad,)))
+        found = iter(one_by_one(pull, (grad,)))
         return (None,) * 6 + tuple(next(found) if need else None for need in needs)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..form import Form
+from ...form import Form
 
 
 def one_sided(form: Form, gamma: Tensor | None = None, live: Tensor | None = None) -> Form:
@@ -22,7 +22,9 @@ def one_sided(form: Form, gamma: Tensor | None = None, live: Tensor | None = Non
     if gamma is not None and live is not None:
         bias = torch.where(live, -gamma.to(form.dtype), -math.inf)
         log_priors = [*log_priors, bias[:, :, None]]
-    return dataclasses.replace(form, marginal="rows", level=0.0, row_mass=None, column_mass=None, log_priors=log_priors)
+    return dataclasses.replace(
+        form, marginal="rows", marginal_parameter=0.0, row_mass=None, column_mass=None, log_priors=log_priors
+    )
 
 
 def transposed(form: Form) -> Form:
@@ -55,19 +57,6 @@ def plan_only(form: Form) -> Form:
     """The problem without values and without dropout, each row of mass 1."""
     assert form.key is not None
     return dataclasses.replace(form, value=form.key[..., :0], mass=1.0, dropout_p=0.0, dropout_key=None)
-
-
-def detached(form: Form) -> Form:
-    """The same problem, outside of autograd."""
-    return form.with_tensors({n: t.detach() for n, t in form.tensors().items()})
-
-
-def widened(form: Form) -> Form:
-    """The same problem in float64. Masks, float masks and log-priors keep their dtype: backends read any."""
-    if form.dtype == torch.float64:
-        return form
-    slots = ("query", "key", "value", "slopes", "temperature", "level")
-    return form.with_tensors({n: t.double() for n, t in form.tensors().items() if n in slots})
 
 
 def heated(form: Form, heat: Tensor | None) -> Form:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..form import Form
-from ..problem import RowsAndColumns
+from ...form import ColumnSettings, Form
 from .anderson import iterate
 from .feasibility import Infeasibility
 from .marginals import Marginals
@@ -44,7 +43,7 @@ class Prices:
     proof: str = ""  # of the first of them
 
 
-def solve(backend: str, form: Form, marginals: Marginals, settings: RowsAndColumns) -> Prices:
+def solve(backend: str, form: Form, marginals: Marginals, settings: ColumnSettings) -> Prices:
     """Find the prices, outside of autograd."""
     return _Search(backend, form, marginals, settings.max_iterations).run(settings.tolerance)
 

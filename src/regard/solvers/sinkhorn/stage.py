@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..form import Form
+from ...backends import BACKENDS
+from ...form import Form
 from .marginals import Marginals
 from .views import (
-    detached,
     heated,
     one_sided,
     own_head,
@@ -31,7 +30,6 @@ from .views import (
     plan_only,
     squared,
     transposed,
-    widened,
     with_prices_as_feature,
 )
 
@@ -70,13 +68,13 @@ class Stage:
 
     def __init__(self, backend: str, form: Form, marginals: Marginals, wide: bool, heat: Tensor | None = None) -> None:
         """`wide` computes in float64. `heat` [B, H, 1, 1] multiplies the temperature."""
-        self.engine = ops.BACKENDS[backend]
+        self.engine = BACKENDS[backend]
         self.marginals = marginals.detached()
         self.wide = wide or form.dtype == torch.float64
-        form = detached(form)
+        form = form.detached()
         assert form.query is not None and form.key is not None
         form = plan_only(form.with_tensors({"query": form.query.to(form.dtype), "key": form.key.to(form.dtype)}))
-        form = heated(widened(form) if wide else form, heat)
+        form = heated(form.widened() if wide else form, heat)
         self.form, self.turned = form, plan_only(transposed(form))
         self.kappa = self.marginals.kappa if heat is None else self.marginals.kappa * heat.squeeze(3)
         self.queries = self.marginals.row > 0

@@ -1,21 +1,79 @@
-"""Checks of what came in, and the shapes it is brought to. An error names argument, what was expected and what came."""
+"""Checks of arguments, and the shapes that arguments are brought to.
+
+An error names the argument, what was expected and what came: `name: expected ..., got ...`.
+"""
 
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._C._functorch import (  # type: ignore[import-not-found]
+
+from ._compat import (
+    PLAIN_TENSOR_TYPES,
+    autocast_anywhere,
     get_unwrapped,
+    has_torch_dispatch,
     is_batchedtensor,
     is_gradtrackingtensor,
+    transforms_active,
 )
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
-from .parts import Scalar, describe, is_number
+Scalar = float | Tensor
+
+
+def describe(value: object) -> str:
+    """How an error message or a repr shows a value."""
+    if isinstance(value, Tensor):
+        kind = str(value.dtype).removeprefix("torch.")
+        return f"Tensor({kind}, {list(value.shape)})"
+    return repr(value)
+
+
+def is_number(value: object) -> bool:
+    """A real number, NumPy's scalars included; not a bool."""
+    return isinstance(value, int | float | numbers.Real) and not isinstance(value, bool)
+
+
+def is_integer(value: object) -> bool:
+    """An integer, NumPy's and symbolic ones included; not a bool."""
+    return isinstance(value, int | torch.SymInt | numbers.Integral) and not isinstance(value, bool)
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def check_scalar(name: str, value: object, expected: str, valid: Callable[[float], bool]) -> None:
+    """A number must satisfy `valid`; a tensor must be floating (its values are checked where it is used)."""
+    if isinstance(value, Tensor):
+        if not value.is_floating_point():
+            raise TypeError(f"{name}: expected a number or a floating-point tensor, got {describe(value)}")
+    elif not is_number(value):
+        raise TypeError(f"{name}: expected a number or a floating-point tensor, got {describe(value)}")
+    elif not valid(value):  # type: ignore[arg-type]
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")
+
+
+def finite(x: float) -> bool:
+    return -math.inf < x < math.inf  # Dynamo cannot trace math.isfinite of a symbolic float
+
+
+def positive(x: float) -> bool:
+    return 0 < x < math.inf
+
+
+def not_negative(x: float) -> bool:
+    return 0 <= x < math.inf
+
+
+def probability(x: float) -> bool:
+    return 0 <= x <= 1
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
 
 
 def concrete(tensor: object) -> bool:
@@ -24,7 +82,7 @@ def concrete(tensor: object) -> bool:
         not torch.compiler.is_compiling()
         and (type(tensor) is Tensor or isinstance(tensor, torch.nn.Parameter))
         and not tensor.is_meta
-        and not torch._C._are_functorch_transforms_active()
+        and not transforms_active()
     )
 
 
@@ -64,27 +122,27 @@ def default_scale(D: int) -> float:
     return 1 / math.sqrt(D) if D else 1.0
 
 
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which inputs of this dtype are computed: float32 for half types."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
     if tensor.device != device:
         raise ValueError(f"{name}: expected a tensor on {device}, as query, got one on {tensor.device}")
-
-
-# Tensors whose values are what their memory holds, and those that PyTorch's own tracing puts in their place.
-KNOWN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
-_NO_DISPATCH = Tensor.__torch_dispatch__  # type: ignore[reportAttributeAccessIssue]
 
 
 def check_type(name: str, tensor: Tensor) -> None:
     """Raise for a subclass of Tensor whose memory need not hold the numbers that it stands for. One that answers
     PyTorch's operations itself (`__torch_dispatch__`: DTensor and other wrappers) may pass."""
     kind = type(tensor)
-    if kind not in KNOWN_TYPES and kind.__torch_dispatch__ is _NO_DISPATCH:  # type: ignore[reportAttributeAccessIssue]
+    if kind not in PLAIN_TENSOR_TYPES and not has_torch_dispatch(kind):
         raise TypeError(f"{name}: expected a plain tensor, got a {kind.__name__}, which is a subclass of Tensor")
 
 
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast, what PyTorch does to its own attention: cast to the autocast dtype (float64 stays)."""
-    if not torch._C._is_any_autocast_enabled():
+    if not autocast_anywhere():
         return query, key, value
     device = query.device.type if isinstance(query, Tensor) else "meta"
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):

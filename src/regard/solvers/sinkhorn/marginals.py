@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..form import Form
-from .views import detached, one_sided, plan_only, transposed
+from ...backends import BACKENDS
+from ...form import Form
+from .views import one_sided, plan_only, transposed
 
 
 @dataclass
@@ -69,9 +69,9 @@ class Marginals:
         keys = torch.ones(B, H, Tk, dtype=torch.bool, device=device)
         pieces = (form.mask, form.query_ids, form.left, form.right, form.score_bias, *form.log_priors)
         if any(piece is not None for piece in pieces):
-            prior = one_sided(plan_only(detached(form)).without_scores())
-            solver = ops.BACKENDS[backend]
-            # Not "> 0": where the prior is NaN so is the support, and that must not pass for a key nobody reads.
+            prior = one_sided(plan_only(form.detached()).without_scores())
+            solver = BACKENDS[backend]
+            # Not "> 0": a NaN in the prior makes the support NaN, which must not count as masked everywhere.
             row = torch.where(solver.forward(prior, ("support",))["support"] != 0, row, 0.0)
             readers = plan_only(transposed(prior))
             if form.row_mass is not None:  # a query that ships nothing reads nothing
@@ -79,7 +79,7 @@ class Marginals:
             keys = solver.forward(readers, ("support",))["support"] != 0
             if form.column_mass is not None:
                 _check_outlets(solver, prior, row.detach() > 0, keys & (form.column_mass.squeeze(2) > 0))
-        relaxed = isinstance(form.level, Tensor) or form.level > 0
+        relaxed = isinstance(form.marginal_parameter, Tensor) or form.marginal_parameter > 0
         shipped = groups.total(row, groups.queries)  # [B, H, G]
         if form.column_mass is None:
             count = groups.total(keys.to(form.dtype), groups.keys).clamp(min=1)
@@ -92,7 +92,7 @@ class Marginals:
                 _check_totals(shipped.detach(), received.detach(), unread, groups.size > 1)
                 share = shipped / torch.where(received > 0, received, 1.0)
                 column = column * groups.each(share, groups.keys)
-        kappa: Any = form.temperature / form.level if relaxed else 0.0
+        kappa: Any = form.temperature / form.marginal_parameter if relaxed else 0.0
         if not isinstance(kappa, Tensor):
             kappa = torch.full((1, 1, 1, 1), kappa, dtype=form.dtype, device=device)
         complete = form.row_mass is None and form.column_mass is None

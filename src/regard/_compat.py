@@ -1,0 +1,152 @@
+"""Every private name of PyTorch that regard uses, in one file.
+
+PyTorch does not promise these names. When a new version moves one, this is the only file to change; no other module of
+regard imports a name of PyTorch that begins with an underscore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import (  # type: ignore[import-not-found]
+    get_interpreter_stack,
+    get_unwrapped,
+    is_batchedtensor,
+    is_gradtrackingtensor,
+    is_legacy_batchedtensor,
+    unwrap_if_dead,
+)
+from torch._functorch.utils import unwrap_dead_wrappers
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+__all__ = [
+    "PLAIN_TENSOR_TYPES",
+    "add_legacy_batch",
+    "autocast_anywhere",
+    "autograd_inside",
+    "dispatch_modes_active",
+    "fast_apply",
+    "forward_mode",
+    "forward_mode_enabled",
+    "get_unwrapped",
+    "has_torch_dispatch",
+    "in_backward",
+    "is_batchedtensor",
+    "is_gradtrackingtensor",
+    "is_legacy_batchedtensor",
+    "legacy_vmap_level",
+    "pytree",
+    "register_batching_rule",
+    "remove_legacy_batch",
+    "transform_depth",
+    "transforms_active",
+    "tree_flatten",
+    "tree_map",
+    "tree_unflatten",
+    "unwrap_dead_wrappers",
+    "unwrap_if_dead",
+]
+
+# Tensors whose memory holds their values, and the types that PyTorch's own tracing puts in their place.
+PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+
+_NO_DISPATCH = Tensor.__torch_dispatch__  # type: ignore[reportAttributeAccessIssue]
+
+
+def has_torch_dispatch(kind: type) -> bool:
+    """Whether a subclass of Tensor computes PyTorch's operations itself."""
+    return kind.__torch_dispatch__ is not _NO_DISPATCH  # type: ignore[reportAttributeAccessIssue]
+
+
+# --- which transforms are active --------------------------------------------------------------------------------------
+
+
+def transforms_active() -> bool:
+    """Whether the caller is inside `torch.func.grad`, `vmap`, `jvp` or a similar transform."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def transform_depth() -> int:
+    """How many transforms of `torch.func` are nested here."""
+    return len(get_interpreter_stack() or ())
+
+
+def forward_mode() -> bool:
+    """Whether tensors may carry tangents."""
+    return forward_ad._current_level >= 0
+
+
+def forward_mode_enabled() -> AbstractContextManager:
+    """Turn forward mode on inside, as the jvp of a Function needs it."""
+    return forward_ad._set_fwd_grad_enabled(True)
+
+
+def dispatch_modes_active() -> bool:
+    """Whether a mode replaces or records every operator: fake tensors, make_fx."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is running. Checkpointing repeats forward passes there."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def autocast_anywhere() -> bool:
+    """Whether autocast is enabled for any device."""
+    return torch._C._is_any_autocast_enabled()
+
+
+# --- the batched tensors of `torch.autograd.grad(is_grads_batched=True)` ----------------------------------------------
+
+
+def legacy_vmap_level() -> int:
+    """The level of the innermost batch."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    return level
+
+
+def add_legacy_batch(tensor: Tensor, level: int) -> Tensor:
+    """Mark the first dimension as the batch."""
+    return torch._add_batch_dim(tensor, 0, level)  # type: ignore[reportPrivateImportUsage]
+
+
+def remove_legacy_batch(tensor: Tensor, level: int) -> Tensor:
+    """Make the batch an ordinary first dimension."""
+    # The size given (here 1) counts only for tensors that are not batched.
+    return torch._remove_batch_dim(tensor, level, 1, 0)  # type: ignore[reportPrivateImportUsage]
+
+
+# --- functions and operators ------------------------------------------------------------------------------------------
+
+
+def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """What `function.apply` does where no transform is active, without its slow look at forward's signature."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
+_AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutogradOther
+)
+
+
+def autograd_inside() -> Any:
+    """A context that lets the body of an operator use autograd, which PyTorch turns off there."""
+    inside, outside = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    return torch._C._ForceDispatchKeyGuard(inside, outside - _AUTOGRAD)
+
+
+_library = torch.library.Library("regard", "FRAGMENT")
+
+
+def register_batching_rule(operator: Any, rule: Callable[..., Any]) -> None:
+    """How an operator of regard computes on batched gradients."""
+    _library.impl(operator._opname, rule, "Batched")

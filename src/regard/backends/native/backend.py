@@ -1,0 +1,339 @@
+"""The native CPU engine as a backend: fused kernels (csrc/) with O(T) memory, statistics in the forward pass.
+
+Outputs are allocated here, working memory in csrc/module.cpp. Backward computes the plan again from its price.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..._compat import PLAIN_TENSOR_TYPES
+from ..._validate import concrete
+from ...form import Form
+from ..base import READOUT, Backend
+from ..row_gradient import PARAMETERS, SUMS_KL, SUMS_LINK, RowGradient, row_value
+from .engine import extension
+from .records import FAMILIES, LOG_PRIORS, MARGINALS, centred, record_of
+
+_LIST_ROOM = 128  # numbers that a row may keep about its few keys, for backward
+_PRICE = ("dual", "peak", "rest")  # the plan can be computed again from these
+# The statistics that the kernels compute, and other outputs, by the name of their field in the record.
+_STATISTICS = {
+    **{name: name for name in ("lse", "dual", "entropy", "kl", "max_scores", "max_weight", "score_variance")},
+    **{name: name for name in ("collision", "support", "first_key_mass", "cost", "key_mass")},
+    "value": "free_energy",
+    "mass": "mass_sent",
+    "value_spread": "spread",
+}
+_FIELDS = _STATISTICS | {"baseline_value": "tilt", "baseline_log": "tilt_log"}
+# Outputs that a backward pass may read.
+_SAVED = {
+    **{name: f"saved_{name}" for name in ("out", "lse", "entropy", "mass", "lists", *_PRICE)},
+    "baseline_value": "saved_tilt",
+    "baseline_log": "saved_tilt_log",
+}
+_SUMS = {"query": ("dq",), "key": ("dk",), "value": ("dv",)}
+
+
+class Native(Backend):
+    """backend="native"."""
+
+    name: ClassVar[str] = "native"
+    rounds_cold_priors: ClassVar[bool] = True
+
+    def unsupported(self, form: Form, names: tuple[str, ...]) -> str | None:
+        """Why the engine cannot serve the problem, or None."""
+        module, reason = extension()
+        if module is None:
+            return reason
+        assert form.query is not None
+        if not form.query.is_cpu:
+            return f"runs on the CPU only (query is on {form.query.device})"
+        for tensor in (form.query, form.key, form.value):  # lowering has checked the others
+            if type(tensor) not in PLAIN_TENSOR_TYPES:
+                return f"reads memory, which a subclass of Tensor need not have (got a {type(tensor).__name__})"
+        if form.family not in FAMILIES:
+            return "has kernels for KL, Tsallis and Fermi-Dirac only"
+        if form.marginal not in MARGINALS:
+            return "solves rows only (regard.attention brings rows and columns to rows)"
+        if form.family == "fermi_dirac" and form.marginal != "free":
+            return "has Fermi-Dirac with a free marginal only"
+        if form.hard:
+            return "has no temperature 0"
+        if isinstance(form.temperature, float) and form.temperature < 1e-30 and form.dtype == torch.float32:
+            return "has no temperature below 1e-30 in float32 (scores would overflow)"
+        if len(form.log_priors) > LOG_PRIORS:
+            return f"multiplies at most {LOG_PRIORS} biases (got {len(form.log_priors)})"
+        if form.first_query or form.first_key:
+            return "serves whole plans, not blocks of one"
+        missing = [name for name in names if name not in _STATISTICS and name not in ("out", READOUT)]
+        if missing:
+            return f"has no kernel for the statistic {missing[0]}"
+        if READOUT in names and not all(map(concrete, form.tensors().values())):
+            return "reads memory, which traced tensors do not have"
+        return None
+
+    def saved(self, form: Form, names: tuple[str, ...]) -> tuple[str, ...]:
+        """The price, from which backward computes the plan again, and what the baseline is made of."""
+        if form.family == "kl":  # few gradients need the dual itself
+            parameters = (
+                form.marginal == "relax"
+                or not isinstance(form.marginal_parameter, float)
+                or not isinstance(form.temperature, float)
+            )
+            return _PRICE if parameters or form.slopes is not None else ("peak", "rest")
+        centre = ("baseline_value",) if form.marginal != "free" else ()
+        if "entropy" in names:
+            centre += ("baseline_log",) if form.marginal != "free" else ("mass",)
+        return _PRICE + centre + (("lists",) if _may_list(form) else ())
+
+    def saved_shapes(self, form: Form) -> dict[str, tuple[int, ...]]:
+        assert form.query is not None and form.value is not None
+        rows = tuple(form.query.shape[:3])
+        return {"baseline_value": (*rows, form.value.shape[3]), "lists": (*rows, _LIST_ROOM)}
+
+    def forward(self, form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
+        """Output and statistics."""
+        module, _ = extension()
+        assert form.query is not None
+        results = self._empty(form, names)
+        if form.query.numel() == 0 and 0 in form.query.shape[:3]:
+            return {n: t.zero_() for n, t in results.items()}
+        if "value_spread" in names and form.dropout_key is not None:
+            # It is defined by the output before dropout, which needs a pass of its own.
+            plain = dataclasses.replace(form, dropout_p=0.0, dropout_key=None)
+            rest = tuple(name for name in names if name != "value_spread")
+            found = self.forward(form, rest) | self.forward(plain, ("value_spread",))
+            return {name: found[name] for name in names}
+        record = record_of(form)
+        for name, result in results.items():
+            if name == "lists":
+                record.tensor(name, result)
+            elif name != "key_mass":
+                record.put(_FIELDS.get(name, name), result.data_ptr())
+        if "key_mass" in names:  # summed by a backward sweep, which starts from the price
+            for name in _PRICE:
+                if name not in names:
+                    results[name] = torch.empty(form.shape[:3], dtype=form.dtype)
+                    record.put(name, results[name].data_ptr())
+        centre = squares = None
+        if "value_spread" in names:
+            centre, squares = _centred_squares(form)
+            record.tensor("squares", squares)
+            if "out" not in names:
+                results["out"] = torch.empty(self.output_shapes(form, ("out",))["out"], dtype=form.dtype)
+                record.put("out", results["out"].data_ptr())
+            if "mass" not in names:
+                results["mass"] = torch.empty(form.shape[:3], dtype=form.dtype)
+                record.put("mass_sent", results["mass"].data_ptr())
+        module.forward(record.record)
+        if centre is not None:
+            # sum p |v|^2 - |o|^2 from a centre that keeps the digits under a large common offset
+            centre = centre.repeat_interleave(form.group, 1)
+            short = 1 - results["mass"]
+            if form.marginal == "rows":  # known exactly, and multiplied by what may be large
+                short = torch.where(results["mass"] == 0, 1.0, 1 - form.mass)
+            missing = short * (centre**2).sum(-1)
+            results["value_spread"] += missing - ((results["out"] - centre) ** 2).sum(-1)
+        if "key_mass" in names:
+            _sweep(form, {"key_mass": results["key_mass"].zero_()}, results, {})
+        return {name: results[name] for name in names}
+
+    def _empty(self, form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
+        """Room for the output and statistics."""
+        results: dict[str, Tensor] = {}
+        assert form.query is not None
+        last, last_shape, dtype = form.query, None, form.dtype
+        if type(last) is Tensor and last.dtype is dtype and last.is_contiguous():
+            last_shape = last.shape
+        for name, shape in self.output_shapes(form, names).items():
+            if last_shape == shape:  # empty_like takes less time than empty
+                last = torch.empty_like(last)
+            else:
+                last, last_shape = torch.empty(shape, dtype=dtype), shape
+            results[name] = last
+        return results
+
+    def backward(
+        self, form: Form, needed: tuple[str, ...], outputs: dict[str, Tensor], grads: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The kernel sums per row, key or pair; each slot's gradient is made from these sums."""
+        tensors = form.tensors()
+        B, H, Tq, Tk = form.shape
+        if 0 in (B, H, Tq):
+            return {slot: torch.zeros_like(tensors[slot]) for slot in needed}
+        if form.family == "kl" and form.marginal == "free" and "lse" not in outputs and {"entropy", "lse"} & set(grads):
+            outputs = outputs | self.forward(form, ("lse",))
+
+        kinds = {slot: _kind(form, slot, tensors[slot]) for slot in needed}
+        wanted = {field for kind in kinds.values() for field in kind}
+        chunks = _chunks(form, not wanted.isdisjoint(("dense_g", "dense_ds")))
+        found: dict[str, Tensor] = {}
+        parts = (chunks,) if chunks > 1 else ()
+        for field in wanted:
+            if field == "dq":
+                found[field] = torch.empty((*parts, *tensors["query"].shape), dtype=form.dtype)
+            elif field in ("dk", "dv"):
+                found[field] = torch.empty(tensors["key" if field == "dk" else "value"].shape, dtype=form.dtype)
+            elif field.startswith("row"):
+                found[field] = torch.empty((*parts, B, H, Tq), dtype=form.dtype)
+            elif field.startswith("key"):
+                found[field] = torch.zeros((B, H, Tk), dtype=form.dtype)
+            else:  # the shape of the user's own tensor
+                shapes = [tensors[slot].shape for slot in needed if kinds[slot] == (field,)]
+                found[field] = torch.zeros(torch.broadcast_shapes(*shapes), dtype=form.dtype)
+        _sweep(form, found, outputs, grads, chunks)
+        for field in wanted if parts else ():
+            if field == "dq" or (field.startswith("row") and field != "row_dot"):
+                total = found[field][0]
+                for part in found[field][1:]:
+                    total += part
+                found[field] = total
+            elif field == "row_dot":
+                found[field] = found[field][0]
+
+        results = {}
+        rows = None
+        for slot in needed:
+            if slot in PARAMETERS:
+                rows = rows or RowGradient(form, found, outputs, grads, centred(form))
+                grad = rows.of(slot)
+            else:
+                grad = _from_sums(form, slot, kinds[slot][0], found)
+            if grad.shape != tensors[slot].shape:
+                grad = grad.sum_to_size(tensors[slot].shape)
+            results[slot] = grad if grad.dtype == tensors[slot].dtype else grad.to(tensors[slot].dtype)
+        return results
+
+    def topk(self, form: Form, n: int) -> tuple[Tensor, Tensor]:
+        """As the contract; equal weights are ordered by key."""
+        weights = torch.empty((*form.shape[:3], n), dtype=form.dtype)
+        keys = torch.empty((*form.shape[:3], n), dtype=torch.long)
+        self._read(form, weights, picks=n, picked_weights=weights.data_ptr(), picked_keys=keys.data_ptr())
+        return weights, keys
+
+    def weights_at(self, form: Form, index: Tensor) -> Tensor:
+        weights = torch.empty(index.shape, dtype=form.dtype)
+        self._read(form, weights, index, picks=index.shape[3], picked_weights=weights.data_ptr())
+        return weights
+
+    def block_sums(self, form: Form, block: int) -> Tensor:
+        B, H, Tq, Tk = form.shape
+        sums = torch.zeros((B, H, -(-Tq // block), -(-Tk // block)), dtype=form.dtype)
+        self._read(form, sums, block=min(block, max(Tq, Tk)), block_sums=sums.data_ptr())
+        return sums
+
+    def _read(self, form: Form, result: Tensor, index: Tensor | None = None, **fields: int) -> None:
+        """Find each row's price, compute the plan again from it, and fill the fields."""
+        if not result.numel():
+            return
+        assert form.key is not None
+        module, _ = extension()
+        form = dataclasses.replace(form, value=form.key[..., :0])  # no output is needed
+        price = self.forward(form, _PRICE)
+        record = record_of(form)
+        for name in _PRICE:
+            record.tensor(_SAVED[name], price[name])
+        if index is not None:
+            record.tensor("index", index)
+        for field, value in fields.items():
+            record.put(field, value)
+        module.reading(record.record)
+
+
+def _may_list(form: Form) -> bool:
+    """Whether rows may keep lists of their few keys, which spare backward the search (csrc/links/sparse_rows.h)."""
+    _, _, Tq, Tk = form.shape
+    plain = form.slopes is None and not form.log_priors and form.score_bias is None and not form.softcap
+    return plain and form.family == "tsallis" and form.marginal in ("rows", "sink") and Tq >= 16 and Tk >= 512
+
+
+def _centred_squares(form: Form) -> tuple[Tensor, Tensor]:
+    """A point among the values [B, Hkv, 1, Dv], and each key's squared distance to it [B, Hkv, 1, Tk]."""
+    assert form.value is not None
+    value = form.value.detach().to(form.dtype)
+    read = _readable(form) & value.isfinite()  # keys that are masked for every query may hold NaN
+    count = read.sum(2, keepdim=True).clamp(min=1)
+    centre = torch.where(read, value / count, 0.0).sum(2, keepdim=True)
+    squares = torch.where(value.isfinite(), value - centre, 0.0).square().sum(-1)
+    return centre, squares.clamp(max=torch.finfo(form.dtype).max)[:, :, None].contiguous()
+
+
+def _readable(form: Form) -> Tensor:
+    """Keys that no single part of the prior masks for every query: [B|1, Hkv|1, Tk, 1]."""
+    assert form.key is not None
+    heads, (_, _, Tq, Tk) = form.key.shape[1], form.shape
+    position = torch.arange(Tk)[:, None] - form.offset
+    read = torch.ones(1, 1, Tk, 1, dtype=torch.bool)
+    if form.left is not None:
+        read = read & (position >= -form.left)
+    if form.right is not None:
+        read = read & (position < Tq + form.right)
+    for tensor in (form.mask, form.score_bias, *form.log_priors):
+        if tensor is not None:
+            keys = (tensor if tensor.dtype == torch.bool else tensor != -math.inf).any(2)
+            if keys.shape[1] > heads:
+                keys = keys.unflatten(1, (heads, -1)).any(2)
+            read = read & keys[..., None]
+    return read if form.key_ids is None else read & (form.key_ids >= 0).mT
+
+
+def _kind(form: Form, slot: str, tensor: Tensor) -> tuple[str, ...]:
+    """The sums of the kernel that a slot's gradient is made of. Those of a bias depend on how it broadcasts."""
+    fixed = (_SUMS | (SUMS_KL if form.family == "kl" else SUMS_LINK)).get(slot)
+    if fixed is not None:
+        return fixed
+    _, _, Tq, Tk = form.shape
+    score = slot == "score_bias"
+    if tensor.shape[3] == 1 and Tk > 1:
+        return ("row_g",) if score else ("row_gp",)
+    if tensor.shape[2] == 1 and Tq > 1:
+        return ("key_ds",) if score else ("key_g",)
+    return ("dense_ds",) if score else ("dense_g",)
+
+
+def _chunks(form: Form, dense: bool) -> int:
+    """The number of chunks of keys in a backward pass. It depends on the shape alone, so results do not depend on the
+    number of threads."""
+    assert form.query is not None and form.key is not None
+    B, _, _, Tk = form.shape
+    if Tk <= 512:
+        return 1
+    room = 2**26 // max(1, form.query.numel() * form.dtype.itemsize)
+    wanted = 16 if dense else -(-16 // max(1, B * form.key.shape[1]))
+    return max(1, min(wanted, room, -(-Tk // 512)))
+
+
+def _sweep(
+    form: Form, fields: dict[str, Tensor], outputs: dict[str, Tensor], grads: dict[str, Tensor], chunks: int = 0
+) -> None:
+    """Compute the plan again from its price and fill the fields."""
+    module, _ = extension()
+    record = record_of(form)
+    record.put("chunks", chunks or _chunks(form, False))
+    for name, output in outputs.items():
+        if name in _SAVED:
+            record.tensor(_SAVED[name], output)
+    for name, grad in grads.items():
+        record.tensor(f"grad_{name}", grad)
+    for field, tensor in fields.items():
+        if field.startswith("dense"):
+            record.tensor(field, tensor)
+        else:
+            record.put(field, tensor.data_ptr())
+    module.backward(record.record)
+
+
+def _from_sums(form: Form, slot: str, kind: str, found: dict[str, Tensor]) -> Tensor:
+    """The gradient of a tensor slot, from sums per row, per key or per pair."""
+    if kind in ("row_g", "row_gp"):
+        total = found[kind]
+        return (total / row_value(form.temperature) if slot == "score_bias" else total)[..., None]
+    if kind.startswith("key_"):
+        return found[kind][:, :, None]
+    return found[kind]

@@ -1,0 +1,101 @@
+"""The compiled engine (csrc/): loading it, and the record through which a call reaches it.
+
+A call is one flat record of addresses, strides (0 where a dimension broadcasts) and numbers, whose fields
+csrc/engine/problem.h declares. The engine allocates no results: their memory is in the record.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import struct
+import warnings
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TYPES = {
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+    torch.int64: 4,
+    torch.bool: 5,
+}
+UNBOUNDED = 2**40  # the open side of a band
+SMALL = 2**21  # multiply-adds that one thread finishes before it could wake another
+# The first fields of the record, in order. Every call has them, so they are written at once.
+_HEAD = (
+    *("threads", "compute", "B", "H", "Hkv", "Tq", "Tk", "D", "Dv", "left", "right", "offset", "family"),
+    *("marginal", "threshold"),
+    *("scale", "softcap", "mass", "kept_scale", "level_value", "temperature_value", "alpha_value"),
+    *("centred", "scratch", "query", "key", "value"),
+)
+
+_loaded: tuple[Any, str] | None = None
+
+
+def extension() -> tuple[Any, str]:
+    """The compiled module and "", or None and the reason. (functools.cache would make torch.compile warn.)"""
+    global _loaded
+    if _loaded is None:
+        try:
+            # PyTorch is loaded already, so the module finds PyTorch's OpenMP runtime.
+            _native = importlib.import_module("regard._native")
+
+            _loaded = _native, ""
+        except ImportError as error:
+            if "REGARD_ISA" in str(error):  # the user named an instruction set: do not fall back
+                raise ValueError(str(error)) from None
+            missing = importlib.util.find_spec("regard._native") is None
+            reason = "was not built (no C++ compiler at installation?)" if missing else f"does not load: {error}"
+            _loaded = None, f"the native engine {reason}"
+            warnings.warn(f"regard runs on slower backends: {_loaded[1]}", stacklevel=2)
+    return _loaded
+
+
+class _Layout:
+    """The place of each field in the record, and the function that writes it: write(record, at, *values)."""
+
+    def __init__(self, fields: list[list[str]]) -> None:
+        self.fields: dict[str, tuple[Any, int]] = {}
+        letters, size = "", 0
+        for name, kind in fields:
+            letter = {"int": "q", "real": "d", "tensor": "6q"}[kind]
+            packer = struct.Struct("=" + letter)
+            self.fields[name] = packer.pack_into, size
+            letters, size = letters + letter, size + packer.size
+        assert tuple(self.fields)[: len(_HEAD)] == _HEAD
+        after = self.fields["score_bias"][1]
+        self.head = struct.Struct("=" + letters[: letters.index("6q")] + "6q6q6q")
+        assert self.head.size == after
+        self.blank = bytes(size - after)
+
+
+@cache
+def _layout() -> _Layout:
+    return _Layout(extension()[0].fields())
+
+
+class Record:
+    """The record of one call."""
+
+    def __init__(self, *head: float) -> None:
+        layout = _layout()
+        self.fields, self.record = layout.fields, bytearray(layout.head.pack(*head) + layout.blank)
+
+    def put(self, name: str, *values: float) -> None:
+        write, at = self.fields[name]
+        write(self.record, at, *values)
+
+    def tensor(self, name: str, tensor: Tensor) -> None:
+        """Write the address, type and strides of a tensor. It broadcasts where its size is 1."""
+        strides = tensor.stride()
+        if 1 in tensor.shape:
+            strides = [0 if size == 1 else stride for size, stride in zip(tensor.shape, strides, strict=True)]
+        if len(strides) == 3:
+            strides = (*strides, 0)
+        write, at = self.fields[name]
+        write(self.record, at, tensor.data_ptr(), TYPES[tensor.dtype], *strides)

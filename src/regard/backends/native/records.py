@@ -1,0 +1,81 @@
+"""A Form as the record that the engine reads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..._validate import Scalar
+from ...form import Form
+from .engine import SMALL, TYPES, UNBOUNDED, Record
+
+FAMILIES = {"kl": 0, "tsallis": 1, "fermi_dirac": 2}
+MARGINALS = {"rows": 0, "sink": 1, "relax": 2, "free": 3}
+LOG_PRIORS = 4  # that a record holds
+_CENTRED = 1.25  # Tsallis orders below this are computed as a distance from KL, wherever a price must be found
+# The other tensors of a form, by the name of their field.
+_TENSORS = {
+    **{name: name for name in ("score_bias", "mask", "slopes", "query_ids", "key_ids", "dropout_key", "temperature")},
+    "marginal_parameter": "level",
+}
+
+
+def order_of(form: Form) -> Scalar:
+    """alpha of a Tsallis regulariser, 0 for others."""
+    return form.parameters[0] if form.family == "tsallis" else 0.0
+
+
+def centred(form: Form) -> bool:
+    """Whether y = (alpha - 1)(s - lambda)/tau is computed as its distance from 1 (csrc/links/links.h)."""
+    if form.family != "tsallis" or form.marginal == "free":
+        return False
+    alpha = form.parameters[0]
+    return (float(alpha.detach().min()) if isinstance(alpha, Tensor) else alpha) < _CENTRED
+
+
+def record_of(form: Form) -> Record:
+    """The problem, with room for results and gradients still to be written."""
+    query, key, value = form.query, form.key, form.value
+    assert query is not None and key is not None and value is not None
+    B, H, Tq, D = query.shape
+    _, Hkv, Tk, Dv = value.shape
+    element, alpha = TYPES[query.dtype], order_of(form)
+    record = Record(
+        1 if B * H * Tq * Tk * (D + Dv) < SMALL else torch.get_num_threads(),
+        1 if element == 1 else 0,  # float64 is computed in float64, all others in float32
+        B,
+        H,
+        Hkv,
+        Tq,
+        Tk,
+        D,
+        Dv,
+        UNBOUNDED if form.left is None else form.left,
+        UNBOUNDED if form.right is None else form.right,
+        form.offset,
+        FAMILIES[form.family],
+        MARGINALS[form.marginal],
+        int(form.dropout_p * 2**32),
+        form.scale,
+        form.softcap or 0.0,
+        form.mass,
+        1 / (1 - form.dropout_p) if form.dropout_p < 1 else 0.0,
+        form.marginal_parameter if isinstance(form.marginal_parameter, float) else 0.0,
+        form.temperature if isinstance(form.temperature, float) else 0.0,
+        alpha if isinstance(alpha, float) else 0.0,
+        centred(form),
+        0,  # scratch memory, which the module provides
+        *(query.data_ptr(), element, *query.stride()),
+        *(key.data_ptr(), element, *key.stride()),
+        *(value.data_ptr(), element, *value.stride()),
+    )
+    slots = form.__dict__
+    for name, field in _TENSORS.items():
+        tensor = slots[name]
+        if tensor is not None and not isinstance(tensor, float):
+            record.tensor(field, tensor)
+    if not isinstance(alpha, float):
+        record.tensor("alpha", alpha)
+    for n, prior in enumerate(form.log_priors):
+        record.tensor(f"prior{n}", prior)
+    return record

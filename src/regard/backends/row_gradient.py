@@ -1,0 +1,190 @@
+"""The gradient of a row's own parameters, derived once for every regulariser, marginal and backend.
+
+The parameters are the temperature tau, the score of a sink, the relaxation rho, the offset of free rows, alpha and the
+slopes of ALiBi. Write p_j = pi_j g((s_j - lambda)/tau) for the plan, and T(lambda) for the mass that the row must ship;
+the null key of a sink counts as a key. The price lambda solves sum_j p_j = T. With u_j = dL/dp_j, w_j = pi_j g' and the
+baseline b = sum_j w_j u_j / (sum_j w_j + kappa), the implicit function theorem gives for any parameter theta
+
+    dL/dtheta  =  sum_j (u_j - b) dp_j/dtheta  +  b dT/dtheta,        both derivatives at a fixed price.
+
+A fused kernel sums the first term over the keys, with G_j = tau dL/ds_j = w_j (u_j - b):
+
+    tau        dp_j/dtau = -w_j (s_j - lambda)/tau^2     ->   -sum_j G_j (s_j - lambda) / tau^2
+    sink b     dp_0/db   =  w_0 / tau                    ->   G_0 / tau
+    rho        T = exp(lambda/rho)                       ->   -b T lambda / rho^2
+    offset     dp_j/do   =  w_j / tau                    ->   sum_j G_j / tau
+    slopes     dp_j/dm   = -|distance| dp_j/dlog(pi)     ->   -sum_j |distance| dL/dlog(pi_j)
+
+An incoming gradient of lse, which KL alone has, adds its own part: lse depends on s/tau and the sink, and on no price.
+What a kernel leaves out (the null key, known constants) and the rounding of its baseline are accounted for here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..form import Form
+
+PARAMETERS = ("slopes", "marginal_parameter", "temperature", "parameters.0")
+
+# The sums over a row's keys that the gradient of each parameter is made of (see csrc/engine/problem.h), by kernel.
+SUMS_KL = {
+    "slopes": ("row_gd", "row_pd", "row_g", "row_dot"),
+    "temperature": ("row_gs", "row_g", "row_ps", "row_dot"),
+    "marginal_parameter": ("row_dot",),
+}
+SUMS_LINK = {
+    "slopes": ("row_gd",),
+    "temperature": ("row_gs", "row_g", "row_dot"),
+    "parameters.0": ("row_ga", "row_g", "row_dot"),
+    "marginal_parameter": ("row_g", "row_dot"),
+}
+
+
+def row_value(x: Any) -> Any:
+    """A parameter as the sums are: [B|1, H|1, Tq|1], or a number."""
+    return x.squeeze(-1) if isinstance(x, Tensor) else x
+
+
+class RowGradient:
+    """The gradients of one backward pass, from a kernel's sums over the keys (`sums`), its outputs and the incoming
+    gradients. `centred`: the kernel measured (alpha - 1)(s - lambda)/tau from 1, and its sums from there."""
+
+    def __init__(
+        self,
+        form: Form,
+        sums: dict[str, Tensor],
+        outputs: dict[str, Tensor],
+        grads: dict[str, Tensor],
+        centred: bool = False,
+    ) -> None:
+        self.form, self.sums, self.outputs, self.centred = form, sums, outputs, centred
+        self.kl = form.family == "kl"
+        self.tau, self.level = row_value(form.temperature), row_value(form.marginal_parameter)
+        self.alpha: Any = None if self.kl else row_value(form.parameters[0]) if form.parameters else None
+        self.dual = outputs["dual"]
+        self.idle = self.dual == -torch.inf  # rows without an admissible key
+        self.lse_grad: Any = grads.get("lse", 0.0)
+        self.entropy_grad: Any = grads.get("entropy")
+        self.shipped: Any = form.mass  # T
+        if form.marginal == "relax":
+            self.shipped = torch.where(self.idle, 1.0 if self.kl else 0.0, (self.dual / self.level).exp())
+        elif form.marginal == "free" and self.kl:
+            known = "lse" in outputs
+            self.shipped = (outputs["lse"] + self.level / self.tau).exp() if known else torch.zeros_like(self.dual)
+        self._null_key()
+
+    def of(self, slot: str) -> Tensor:
+        """dL/dslot, [B, H, Tq, 1]."""
+        if slot == "slopes":
+            result = self._slopes()
+        elif slot == "marginal_parameter":
+            result = self._marginal_parameter()
+        elif slot == "temperature":
+            result = self._temperature()
+        else:
+            result = self._alpha()
+        return result[..., None]
+
+    # --- the pieces of the formula ------------------------------------------------------------------------------------
+
+    @property
+    def baseline_mass(self) -> Any:
+        """b T of relaxed rows. The KL kernel returns <grad_out, out> = sum_j p_j u_j, from which b follows: there
+        sum_j w_j = T and kappa = T tau/rho."""
+        dot = self.sums["row_dot"]
+        return dot * (self.level / (self.tau + self.level)) if self.kl else dot * self.shipped
+
+    @property
+    def free_gain(self) -> Any:
+        """sum_j G_j of free rows, without lse's part."""
+        return self.sums["row_dot"] if self.kl else self.sums["row_g"]
+
+    def _null_key(self) -> None:
+        """The null key of a sink: s_0 - lambda, p_0, G_0 and its advantage. It has no value, so u_0 comes from lse and
+        entropy alone."""
+        self.null_score: Any = 0.0
+        self.null_weight: Any = 0.0
+        self.null_gain: Any = 0.0
+        if self.form.marginal != "sink" or "row_dot" not in self.sums:
+            return
+        self.null_score = self.level - self.dual
+        if self.kl:
+            log_weight: Any = self.null_score / self.tau
+            inside: Any = None
+            self.null_weight = slope = log_weight.exp()
+        else:
+            y = ((self.alpha - 1) * self.null_score / self.tau).clamp(min=0)
+            inside, y = ~(y <= 0), torch.where(y <= 0, 1.0, y)  # NaN stays
+            log_weight = y.log() / (self.alpha - 1)  # not the logarithm of p_0, which may underflow
+            self.null_ratio, self.null_weight = y, y ** (1 / (self.alpha - 1))
+            slope = self.null_weight / y
+        advantage = self.lse_grad - self.sums["row_dot"]  # the baseline; for KL because T = 1
+        if self.entropy_grad is not None:
+            advantage = advantage - self.entropy_grad * (log_weight + self.outputs["entropy"])
+        self.null_advantage = advantage if inside is None else torch.where(inside, advantage, 0.0)
+        self.null_gain = slope * self.null_advantage
+
+    @property
+    def total(self) -> Any:
+        """sum_j G_j over the real keys, in exact arithmetic."""
+        marginal = self.form.marginal
+        if marginal == "relax":
+            pulled = self.baseline_mass * (self.tau / self.level)
+            return self.lse_grad + (pulled if self.kl else torch.where(self.idle, 0.0, pulled))
+        if marginal == "free":
+            return self.lse_grad + self.free_gain
+        return self.lse_grad - self.null_gain if marginal == "sink" else self.lse_grad
+
+    @property
+    def excess(self) -> Tensor:
+        """KL: what the rounding of the baseline added to sum_j G_j, per unit of mass. It is taken out as if spread over
+        the plan. (Free rows have no baseline: there it is the rounding of what lse and entropy add.)"""
+        excess = self.sums["row_g"] - self.total
+        if self.form.marginal == "free":
+            return torch.where(self.shipped > 1e-30, excess / self.shipped, 0.0)
+        return excess / self.shipped
+
+    # --- the parameters -----------------------------------------------------------------------------------------------
+
+    def _marginal_parameter(self) -> Tensor:
+        if self.form.marginal == "sink":
+            return self.null_gain / self.tau
+        if self.form.marginal == "relax":
+            return torch.where(self.idle, 0.0, -self.baseline_mass * self.dual / self.level**2)
+        return self.free_gain / self.tau
+
+    def _temperature(self) -> Tensor:
+        by_score = self.sums["row_gs"] + self.null_gain * self.null_score
+        if self.kl:
+            by_score = by_score - (self.sums["row_ps"] + self.null_weight * self.null_score) * self.excess
+            by_score = by_score + torch.where(self.idle, 0.0, self.dual) * self.lse_grad
+            return torch.where(self.idle, 0.0, -by_score / self.tau**2)
+        if self.centred:
+            by_score = by_score + self.total * self.tau / (self.alpha - 1)
+        return -by_score / self.tau**2
+
+    def _slopes(self) -> Tensor:
+        if not self.kl:
+            return -self.sums["row_gd"]
+        return torch.where(self.idle, 0.0, self.sums["row_pd"] * self.excess - self.sums["row_gd"])
+
+    def _alpha(self) -> Tensor:
+        alpha, marginal, dtype = self.alpha, self.form.marginal, self.form.dtype
+        result = self.sums["row_ga"]
+        if marginal != "free":
+            # The rounding of the baseline is taken out as if every key had the weight of the best one.
+            best = self.outputs["rest"].double() + float(self.centred)
+            best = torch.where(best > 0, best, 1.0)
+            change = (best - 1 - best * best.log()) / (alpha - 1) ** 2
+            result = result - (self.sums["row_g"] - self.total) * change.to(dtype)
+        if marginal == "sink":
+            y = self.null_ratio.double()
+            by_alpha = (1 - 1 / y - y.log()).to(dtype) / (alpha - 1) ** 2
+            result = result + self.null_weight * self.null_advantage * by_alpha
+        elif marginal != "rows":  # the kernel's sum is at a fixed lambda + tau/(alpha - 1)
+            result = result + self.total / (alpha - 1) ** 2
+        return result

@@ -1,0 +1,12 @@
+"""`attention` outside of a compiled graph, for problems whose number of passes depends on the data.
+
+Imported only while compiling: it needs Dynamo, which takes seconds to load.
+"""
+
+from typing import Any
+
+import torch
+
+from .dispatch import attend
+
+attend_eagerly: Any = torch.compiler.disable(attend, reason="RowsAndColumns: the number of passes depends on the data")

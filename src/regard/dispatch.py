@@ -1,0 +1,69 @@
+"""One call of `attention`, from its arguments to its results: lower, choose a solver and a backend, compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .form import Form
+from .lowering import lower
+from .problem import Transport
+from .solvers import solver_for
+from .statistics import AuxOutput, requested
+
+# Each is called with a call's form, a function that computes more of it (names -> results) and its output
+# [B, H, Tq, Dv]. The list is empty except while a `Monitor` samples a step.
+observers: list[Callable[[Form, Callable[[tuple[str, ...]], dict[str, Tensor]], Tensor], None]] = []
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    problem: Transport | None,
+    softcap: float | None,
+    key_scale: Tensor | None,
+    return_aux: object,
+    backend: str,
+) -> Tensor | tuple[Tensor, AuxOutput]:
+    """What `attention` returns for these arguments."""
+    form = lower(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap, key_scale)
+    statistics = requested(return_aux)
+    results = compute(form, ("out", *statistics), backend)
+    out = results["out"]
+    for observe in observers:
+        observe(form, lambda names: compute(form, names), out)
+    assert form.query is not None
+    if out.dtype != form.query.dtype:  # autocast may have changed the query's
+        out = out.to(form.query.dtype)
+    out = unfold(out, query, key, value)
+    if return_aux is None:
+        return out
+    return out, AuxOutput(**{name: unfold(results[name], query, key, value) for name in statistics})
+
+
+def compute(form: Form, names: tuple[str, ...], backend: str = "auto") -> dict[str, Tensor]:
+    """Output and statistics of a lowered problem."""
+    solver = solver_for(form)
+    chosen, _ = solver.choose(form, names, backend)
+    return solver.attend(chosen, form, names)
+
+
+def unfold(result: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """[B, H, ...] -> the caller's leading dimensions."""
+    rank = max(query.dim(), key.dim(), value.dim())
+    if rank == 4:
+        return result
+    if rank == 3:
+        return result.squeeze(0)
+    if rank == 2:
+        return result.squeeze(0).squeeze(0)
+    batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    return result.unflatten(0, batch)

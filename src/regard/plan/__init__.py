@@ -1,0 +1,7 @@
+"""The plan itself: solved in full with proof, read in parts where it is too large to store, or along temperatures."""
+
+from .certificates import Certificate, Plan, certify, solve
+from .readout import block_mass, solved_rows, topk, weights_at
+from .temperatures import Path, path
+
+__all__ = ["Certificate", "Path", "Plan", "block_mass", "certify", "path", "solve", "solved_rows", "topk", "weights_at"]
