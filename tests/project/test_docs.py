@@ -1,7 +1,10 @@
-"""Every python snippet of README and docs runs, in order and in one namespace per page; a text block behind one is its
-output. Links lead somewhere, and README's table of problems says the truth.
+"""The pages: README.md, the other pages beside it, and docs/*.md.
 
-After a change of output: `python tests/project/test_docs.py` writes the text blocks anew.
+Every python snippet runs, in order and in one namespace per page. A text block that follows a snippet is compared with
+what the snippet printed. Links and file names lead to files that exist. The table of problems in docs/choose.md is
+compared with the formulas of the weights, and the speed table of README.md with docs/speed.md.
+
+After a change of output, `python tests/project/test_docs.py` writes the text blocks again.
 """
 
 import contextlib
@@ -29,7 +32,7 @@ SNIPPET = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n*```text\n(?P<text>.*
 
 @contextlib.contextmanager
 def _leaving_no_trace():
-    """A page may write files, seed, set the default dtype and replace PyTorch's attention."""
+    """Undo what a page may do: write files, seed, set the default dtype, replace PyTorch's attention."""
     stock, dtype = F.scaled_dot_product_attention, torch.get_default_dtype()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -98,10 +101,36 @@ def test_figures_are_what_the_library_draws(monkeypatch, tmp_path):
         moved = [abs(float(a) - float(b)) for a, b in zip(number.findall(new), number.findall(old), strict=True)]
         assert max(moved) < 0.5, f"{figure.__name__}: run python docs/figures.py"  # pixels
         assert f"figures/{figure.__name__}.svg" in shown
-    assert {path.name for path in drawn.iterdir()} == {path.name for path in tmp_path.iterdir()}
+    assert {path.name for path in drawn.glob("*.svg")} == {path.name for path in tmp_path.iterdir()}
 
 
-# --- README's table: which attention is which problem -----------------------------------------------------------------
+# --- README -----------------------------------------------------------------------------------------------------------
+
+
+def _cells(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip().strip("|").split("|")]
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 170
+
+
+def test_readme_shows_the_report():
+    assert "(docs/figures/report.png)" in (ROOT / "README.md").read_text()
+    assert (ROOT / "docs" / "figures" / "report.png").stat().st_size < 200_000
+
+
+def test_the_speeds_of_readme_are_those_of_the_speed_page():
+    """Case, kind, T, peer and ratio of each row of README's table occur in one row of docs/speed.md."""
+    section = (ROOT / "README.md").read_text().partition("\n## Speed\n")[2].partition("\n## ")[0]
+    short = [_cells(row) for row in re.findall(r"^\|.*\*\*.*\|$", section, re.MULTILINE)]
+    measured = [_cells(row) for row in re.findall(r"^\|.*\*\*.*\|$", (ROOT / "docs/speed.md").read_text(), re.MULTILINE)]
+    assert len(short) >= 5
+    for *case, ratio in short:
+        assert [row[4].split()[0] for row in measured if row[:4] == case] == [ratio], case
+
+
+# --- docs/choose.md: which attention is which problem -----------------------------------------------------------------
 
 
 def _softmax_where(keep: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -160,7 +189,7 @@ WEIGHTS = {
 
 
 def _by_turns(s):
-    """Rows and columns normalised in turns (Tq = Tk: each sums to 1), to the end."""
+    """Rows and columns normalised in turns until nothing changes. Tq = Tk, so each of them sums to 1."""
     p = s.softmax(-1)
     for _ in range(5000):
         p = p / p.sum(-2, keepdim=True)
@@ -169,8 +198,8 @@ def _by_turns(s):
 
 
 def test_the_table_of_problems_is_true():
-    page = (ROOT / "README.md").read_text()
-    names = check(page, "README.md")
+    page = (ROOT / "docs" / "choose.md").read_text()
+    names = check(page, "docs/choose.md")
     rows = dict(re.findall(r"^\| ([^|]+) \| `(Transport\(.*?\))` \|", page, re.MULTILINE))
     assert rows.keys() == WEIGHTS.keys()
     torch.manual_seed(0)
