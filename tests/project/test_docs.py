@@ -80,11 +80,47 @@ def test_a_wrong_output_is_noticed():
         check("\n```python\nprint(1)\n```\n\n```text\n2\n```\n")
 
 
+def _anchors(page: str) -> set[str]:
+    """The names under which a page's headings can be linked to: lower case, punctuation dropped, spaces as hyphens."""
+    without_code = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", without_code, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_links_lead_somewhere(path):
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", path.read_text()):
         if "://" not in target:
-            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+            linked = path.parent / target if target else path
+            assert linked.exists(), f"{path.name} links to {target}"
+            assert not anchor or anchor in _anchors(linked.read_text()), f"{path.name} links to {target}#{anchor}"
+
+
+def test_the_index_lists_every_page():
+    index = (ROOT / "docs" / "index.md").read_text()
+    unlisted = {path.name for path in (ROOT / "docs").glob("*.md") if f"({path.name})" not in index}
+    assert unlisted == {"index.md"}
+
+
+@pytest.mark.skipif(not (ROOT / "src/regard/lowering.py").exists(), reason="the tree is being rebuilt")
+def test_files_named_by_the_architecture_page_exist():
+    """Paths in backticks, below src/regard or below the repository."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    layers = re.search(r"^```\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert layers is not None
+    named = {*re.findall(r"`([\w./]+(?:\.py|\.h|/))`", page), *re.findall(r"[\w/]+(?:\.py|/)(?= |\n)", layers[1])}
+    assert len(named) > 30
+    missing = {name for name in named if not ((ROOT / "src/regard" / name).exists() or (ROOT / name).exists())}
+    assert missing == set()
+
+
+def test_one_version_everywhere():
+    """The package, CITATION.cff and the newest dated section of the changelog."""
+    changelog = re.search(r"^## (\d\S*) \((\d{4}-\d\d-\d\d)\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert changelog is not None
+    assert f"\nversion: {changelog[1]}\ndate-released: {changelog[2]}\n" in citation
+    assert changelog[1] == regard.__version__
 
 
 def test_figures_are_what_the_library_draws(monkeypatch, tmp_path):
@@ -123,8 +159,9 @@ def test_readme_shows_the_report():
 def test_the_speeds_of_readme_are_those_of_the_speed_page():
     """Case, kind, T, peer and ratio of each row of README's table occur in one row of docs/speed.md."""
     section = (ROOT / "README.md").read_text().partition("\n## Speed\n")[2].partition("\n## ")[0]
-    short = [_cells(row) for row in re.findall(r"^\|.*\*\*.*\|$", section, re.MULTILINE)]
-    measured = [_cells(row) for row in re.findall(r"^\|.*\*\*.*\|$", (ROOT / "docs/speed.md").read_text(), re.MULTILINE)]
+    ratios = re.compile(r"^\|.*\*\*.*\|$", re.MULTILINE)
+    short = [_cells(row) for row in ratios.findall(section)]
+    measured = [_cells(row) for row in ratios.findall((ROOT / "docs" / "speed.md").read_text())]
     assert len(short) >= 5
     for *case, ratio in short:
         assert [row[4].split()[0] for row in measured if row[:4] == case] == [ratio], case
