@@ -1,6 +1,6 @@
 """Rows of results: as a Markdown table while they come, as CSV for machines, as a plot of ratios against length.
 
-python benchmarks/report.py README.md docs/speed.md     # put the last run's goals where these pages show them
+python benchmarks/report.py docs/speed.md     # write the goals of the last run into the page
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def read(table: Path) -> list[Row]:
 
 
 def goals(rows: list[Row]) -> str:
-    """Every row that has a goal, as README shows it."""
+    """Every row that has a goal, as docs/speed.md shows it."""
     lines, density = [GOALS, "|---|---|---|---|---|---|---|"], None
     for row in rows:
         density = row.density if row.who == "regard" else density

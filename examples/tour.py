@@ -185,4 +185,4 @@ for name, arguments in questions.items():
     because = "; ".join(f"{backend} {reason.partition(' (')[0]}" for backend, reason in choice.reasons.items())
     print(f"{name:<26}{choice.backend:<7}{because}".rstrip())
 
-print(f"\nThat took {time.perf_counter() - began:.0f} s. Next: the five snippets and the table in README.md.")
+print(f"\nThat took {time.perf_counter() - began:.0f} s. Next: README.md, then docs/choose.md.")
