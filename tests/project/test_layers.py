@@ -94,6 +94,8 @@ def imports(importer: str) -> Iterator[tuple[str, str, bool, int]]:
             continue
         if isinstance(node, ast.ImportFrom) and (base := resolve(importer, node)) is not None:
             for alias in node.names:
+                if alias.name == "_native":  # the compiled engine, which need not be there
+                    continue
                 module = f"{base}.{alias.name}" if base else alias.name
                 module = module if module in MODULES else base
                 yield module, alias.name, id(node) in inside, node.lineno

@@ -7,6 +7,7 @@ schema is derived from the fields of `Form`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ _TYPES = {
     "Tensor | None": "Tensor? {0}",
     "list[Tensor]": "Tensor[] {0}",
     "Scalar": "float {0}, Tensor? {0}_tensor",
-    "list[Scalar]": "float[] {0}, Tensor?[] {0}_tensors",
+    "list[Scalar]": "float[] {0}, Tensor[] {0}_tensors",  # NaN among the numbers stands for the next tensor
     "float": "float {0}",
     "float | None": "float? {0}",
     "int": "SymInt {0}",
@@ -43,8 +44,8 @@ def to_arguments(form: Form) -> list[Any]:
         if kind == "Scalar":
             arguments += [0.0, value] if isinstance(value, Tensor) else [value, None]
         elif kind == "list[Scalar]":
-            arguments.append([0.0 if isinstance(part, Tensor) else part for part in value])
-            arguments.append([part if isinstance(part, Tensor) else None for part in value])
+            arguments.append([math.nan if isinstance(part, Tensor) else part for part in value])
+            arguments.append([part for part in value if isinstance(part, Tensor)])
         else:
             arguments.append(value)
     return arguments
@@ -59,7 +60,8 @@ def from_arguments(arguments: tuple) -> Form:
             tensor = next(rest)
             value = value if tensor is None else tensor
         elif kind == "list[Scalar]":
-            value = [n if tensor is None else tensor for n, tensor in zip(value, next(rest), strict=True)]
+            tensors = iter(next(rest))
+            value = [next(tensors) if math.isnan(part) else part for part in value]
         values[name] = list(value) if kind == "list[Tensor]" else value
     return Form(**values)
 
@@ -147,8 +149,10 @@ def by_argument(form: Form, found: dict[str, Tensor]) -> list[Any]:
     ordered: list[Any] = []
     for name, kind in _FIELDS:
         if kind.startswith("list["):
-            parts = [found.get(f"{name}.{i}") for i in range(len(getattr(form, name)))]
-            ordered += [parts] if kind == "list[Tensor]" else [[None] * len(parts), parts]
+            parts = getattr(form, name)
+            grads = [found.get(f"{name}.{i}") for i, part in enumerate(parts) if isinstance(part, Tensor)]
+            # PyTorch expects None for a list of numbers, and an empty list for an empty one.
+            ordered += [grads] if kind == "list[Tensor]" else [None if parts else [], grads]
         else:
             ordered += [None, found.get(name)] if kind == "Scalar" else [found.get(name)]
     return ordered

@@ -6,7 +6,6 @@ csrc/engine/problem.h declares. The engine allocates no results: their memory is
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import struct
 import warnings
@@ -43,7 +42,7 @@ def extension() -> tuple[Any, str]:
     if _loaded is None:
         try:
             # PyTorch is loaded already, so the module finds PyTorch's OpenMP runtime.
-            _native = importlib.import_module("regard._native")
+            from ... import _native  # type: ignore[attr-defined]
 
             _loaded = _native, ""
         except ImportError as error:
