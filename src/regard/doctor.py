@@ -1,4 +1,4 @@
-"""What this installation is, and whether it works: the facts behind `regard doctor`, as plain data."""
+"""The facts that `regard doctor` shows, as plain data: what is installed, which backend serves what, a self-test."""
 
 from __future__ import annotations
 
@@ -14,25 +14,31 @@ import torch
 from torch import Tensor
 
 from . import __version__
-from .backends import BACKENDS
-from .backends.native.engine import extension
-from .operator import attention, select_backend
-from .priors import ALiBi, Causal, Window
-from .problem import Free, Rows, Transport
+from .backends import native
+from .operator import BACKENDS, attention, select_backend
+from .problem import ALiBi, Causal, Free, Rows, Transport, Window
 from .regularizers import FermiDirac, Tsallis
 from .statistics import AuxRequest
 
+_ENGINE_BACKEND = "native"  # the backend that cannot be tested where its compiled engine is missing
 _OPENMP = ("libgomp", "libiomp", "libomp")  # GCC's, Intel's, LLVM's
 
 
+class SettingError(ValueError):
+    """An environment variable has an invalid value; the message names it, the value and the valid ones."""
+
+
 def examine() -> dict[str, Any]:
-    """Everything that `regard doctor` shows. `problems` lists what is broken, `notes` what is merely worth knowing."""
+    """Everything that `regard doctor` shows. `problems` lists what is broken, `notes` what is only worth knowing.
+
+    Raises `SettingError` if REGARD_ISA is invalid.
+    """
     facts: dict[str, Any] = {"versions": versions(), "machine": machine(), "engine": engine(), "threads": threads()}
     facts["problems_served"] = problems_served()
     facts["self_test"] = [
-        self_test(backend) for backend in BACKENDS if backend != "native" or facts["engine"]["loaded"]
+        self_test(backend) for backend in BACKENDS if backend != _ENGINE_BACKEND or facts["engine"]["loaded"]
     ]
-    facts["problems"], facts["notes"] = _verdict(facts)
+    facts["problems"], facts["notes"] = _problems_and_notes(facts)
     return facts
 
 
@@ -61,10 +67,16 @@ def _cpu() -> str:
 
 
 def engine() -> dict[str, Any]:
-    """The native engine: loaded or why not, its instruction sets, its compiler."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is missing is said below
-        module, reason = extension()
+    """The native engine: its instruction sets and its compiler, or the reason why it is not loaded.
+
+    Raises `SettingError` if REGARD_ISA names no instruction set of this machine.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a missing engine is reported below
+            module, reason = native._extension()
+    except ValueError as error:
+        raise SettingError(str(error)) from None
     facts: dict[str, Any] = {"loaded": module is not None, "forced": os.environ.get("REGARD_ISA") or None}
     if module is None:
         return facts | {"reason": reason, "built": "not built" not in reason}
@@ -78,7 +90,7 @@ def engine() -> dict[str, Any]:
 
 
 def threads() -> dict[str, Any]:
-    """Threads, and the OpenMP runtimes in this process, by file (None where they cannot be listed)."""
+    """The number of threads, its limit, and the OpenMP runtimes of this process."""
     return {
         "torch": torch.get_num_threads(),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
@@ -87,6 +99,7 @@ def threads() -> dict[str, Any]:
 
 
 def openmp_runtimes() -> list[str] | None:
+    """The files of the OpenMP runtimes in this process; None if the system does not list them."""
     try:
         maps = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -95,7 +108,7 @@ def openmp_runtimes() -> list[str] | None:
     return sorted(file for file in files if os.path.basename(file).startswith(_OPENMP))
 
 
-# --- who serves what --------------------------------------------------------------------------------------------------
+# --- which backend serves what ----------------------------------------------------------------------------------------
 
 
 def _samples() -> dict[str, dict[str, Any]]:
@@ -116,7 +129,7 @@ def _samples() -> dict[str, dict[str, Any]]:
 
 
 def problems_served() -> list[dict[str, Any]]:
-    """For some problems: what "auto" takes, and why each backend that cannot serve cannot."""
+    """For some problems: the backend that "auto" uses, and the reason of each backend that declines the problem."""
     q = torch.zeros(1, 2, 6, 8)
     rows = []
     for name, arguments in _samples().items():
@@ -130,39 +143,40 @@ def problems_served() -> list[dict[str, Any]]:
     return rows
 
 
-# --- does it compute? -------------------------------------------------------------------------------------------------
+# --- self-test --------------------------------------------------------------------------------------------------------
 
-TOLERANCE = 1e-4  # far above rounding in float32, far below a mistake
+TOLERANCE = 1e-4  # far above rounding in float32, far below the effect of a mistake
 
 
 def self_test(backend: str) -> dict[str, Any]:
-    """Output and gradients of a small causal problem in float32, against the definition in float64."""
+    """Compare output and gradients of a small causal problem in float32 with the definition in float64."""
     inputs = [torch.randn(2, 4, 37, 16, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    in_double = [t.double() for t in inputs]
     try:
-        found, truth = _run(inputs, backend), _run([t.double() for t in inputs], "torch")
+        found, truth = _output_and_gradients(inputs, backend), _output_and_gradients(in_double, "torch")
         error = max(float((a - b).abs().nan_to_num(nan=math.inf).max()) for a, b in zip(found, truth, strict=True))
         if error == math.inf:
             raise ArithmeticError("NaN or inf in the result")
-    except Exception as problem:  # whatever it is, it is what the doctor was called for
+    except Exception as problem:  # every failure of a backend is a finding
         return {"backend": backend, "passed": False, "error": None, "raised": f"{type(problem).__name__}: {problem}"}
     return {"backend": backend, "passed": error <= TOLERANCE, "error": error, "raised": None}
 
 
-def _run(inputs: list[Tensor], backend: str) -> list[Tensor]:
+def _output_and_gradients(inputs: list[Tensor], backend: str) -> list[Tensor]:
     inputs = [t.clone().requires_grad_() for t in inputs]
     q, k, v = inputs
     out = attention(q, k, v, is_causal=True, backend=backend)
     return [out.detach(), *torch.autograd.grad(out.square().sum(), inputs)]
 
 
-# --- the verdict ------------------------------------------------------------------------------------------------------
+# --- problems and notes -----------------------------------------------------------------------------------------------
 
 
-def _verdict(facts: dict[str, Any]) -> tuple[list[str], list[str]]:
+def _problems_and_notes(facts: dict[str, Any]) -> tuple[list[str], list[str]]:
     problems, notes = [], []
     engine, threads, cores = facts["engine"], facts["threads"], facts["machine"]["cores"]
     if not engine["loaded"]:
-        (problems if engine["built"] else notes).append(f"{engine['reason']}: everything runs, on the slower backends")
+        (problems if engine["built"] else notes).append(f"{engine['reason']}: all problems run on the slower backends")
     for test in facts["self_test"]:
         if not test["passed"]:
             what = test["raised"] or f"error {test['error']:.1e}, expected at most {TOLERANCE:.0e}"
@@ -170,8 +184,8 @@ def _verdict(facts: dict[str, Any]) -> tuple[list[str], list[str]]:
     runtimes = threads["openmp"] or []
     if len(runtimes) > 1:
         notes.append(
-            f"{len(runtimes)} OpenMP runtimes in one process: their threads get in each other's way, and small "
-            "problems become slow. Often a second copy of a library brings one"
+            f"{len(runtimes)} OpenMP runtimes in one process: their threads compete, and small problems become slow. "
+            "The cause is often a second copy of a library"
         )
     if engine["loaded"] and engine["threading"] != "openmp":
         notes.append(

@@ -1,4 +1,4 @@
-"""The claims of the lab: verdicts recomputed with numpy, checks that are shown to be able to fail, pages up to date."""
+"""The claims of the lab: verdicts recomputed with numpy, checks that can fail, and current pages."""
 
 import dataclasses
 import json
@@ -14,8 +14,13 @@ from typer.testing import CliRunner
 
 import regard
 from regard import Transport, Tsallis, cli
-from regard.lab import claims, derivations, teasers, tutorial, verdicts
-from regard.lab.verdicts import CORRECTED, FAILS, HOLDS, UNTESTABLE, VERDICTS
+from regard.lab import claims, numbers, teasers, variants
+from regard.lab.claims import document_000, document_004
+from regard.lab.claims import rows as shared_rows
+from regard.lab.claims.claim import CORRECTED, FAILS, HOLDS, UNTESTABLE, VERDICTS, matches
+from regard.lab.teasers import teaser_1_normalisation as normalisation
+from regard.lab.teasers import teaser_5_shift as shift
+from regard.lab.teasers.teaser import FAMILY
 from support.programs import fresh
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +29,7 @@ BY_NAME = {claim.name: claim for claim in claims.CLAIMS}
 
 @pytest.fixture(scope="module")
 def rows():
-    return claims.table()
+    return claims.judge_claims()
 
 
 @pytest.fixture
@@ -46,11 +51,11 @@ def test_every_row_is_complete(rows):
         assert row.name and row.section and row.claim and len(row.computed) >= 3, row
         assert row.verdict in VERDICTS
         assert "{" not in row.claim.replace("{ h_i : i < t }", ""), row
-        assert "✗" not in row.computed, row  # a side condition that no longer holds
+        assert "✗" not in row.computed, row  # a side condition does not hold
         assert (row.verdict == UNTESTABLE) == (BY_NAME[row.name].check is None)
 
 
-def test_the_printed_numbers_known_to_be_wrong_fail(rows):
+def test_printed_numbers_known_to_be_wrong_fail(rows):
     found = {row.name for row in rows if row.verdict == FAILS}
     assert found >= {
         "softmax_of_the_example",
@@ -64,7 +69,7 @@ def test_the_printed_numbers_known_to_be_wrong_fail(rows):
     }
 
 
-def test_training_claims_are_not_judged(rows):
+def test_claims_about_training_are_not_testable(rows):
     for name in ("slower_unscaled", "worse_unscaled", "relu_degrades", "layers_differ", "small_gain"):
         (row,) = (row for row in rows if row.name == name)
         assert row.verdict == UNTESTABLE and "experiment" in row.computed
@@ -116,7 +121,7 @@ def unit(printed: str) -> float:
 
 
 def rounded(printed: str, true: float) -> str:
-    """The true number in the style of a printed one."""
+    """The true number, printed like the given one."""
     digits = len(printed.strip("~k%").partition(".")[2])
     return f"{true + 0.0:.{digits}f}{printed[len(printed.rstrip('k%')) :]}"
 
@@ -148,13 +153,13 @@ def test_a_changed_digit_changes_the_verdict(claim, sign):
         assert wrong.replace("-", "−") in spoiled.says.replace("-", "−")
 
 
-def test_other_wrong_numbers_do_not_become_right(rows):
+def test_corrections_accept_only_the_numbers_they_name(rows):
     magnitude = dataclasses.replace(BY_NAME["average_magnitude"], printed=("9", "23", "45"))
     assert BY_NAME["average_magnitude"].judge().verdict == CORRECTED and magnitude.judge().verdict == FAILS
     with pytest.raises(ValueError, match="printed: expected 4 numbers, got 3"):
         dataclasses.replace(BY_NAME["softmax_of_the_example"], printed=("0.3", "0.3", "0.3")).judge()
     with pytest.raises(ValueError, match="printed: expected a number"):
-        verdicts.matches("0,28", 0.28)
+        matches("0,28", 0.28)
 
 
 @pytest.mark.parametrize(
@@ -163,16 +168,16 @@ def test_other_wrong_numbers_do_not_become_right(rows):
      ("-100%", -1.004, True), ("-100%", 1.0, False), ("0", math.nan, False)],
 )  # fmt: skip
 def test_comparison_at_the_printed_precision(printed, true, same):
-    assert verdicts.matches(printed, true) is same
+    assert matches(printed, true) is same
 
 
-def test_distance_sees_nan_and_nothing():
+def test_distance_of_nan_inf_and_empty_tensors():
     one = torch.ones(2, dtype=torch.float64)
-    assert verdicts.distance(one, one) == 0 and not verdicts.agree(one, one + 1e-6)
+    assert numbers.distance(one, one) == 0 and not numbers.agree(one, one + 1e-6)
     for bad in (math.nan, math.inf):
-        assert not verdicts.agree(torch.tensor([1.0, bad]), one) and not verdicts.agree(one, torch.tensor([1.0, bad]))
+        assert not numbers.agree(torch.tensor([1.0, bad]), one) and not numbers.agree(one, torch.tensor([1.0, bad]))
     with pytest.raises(ValueError, match="got none to compare"):
-        verdicts.agree(one[:0], one[:0])
+        numbers.agree(one[:0], one[:0])
 
 
 # --- checks that can fail ---------------------------------------------------------------------------------------------
@@ -212,10 +217,15 @@ def spoil_certify():
     return regard, "certify", spoiled
 
 
+def in_every_module(name, value):
+    """Replacements of a name in all modules of checks that use it."""
+    return [(m, name, value) for m in (*claims.MODULES, shared_rows) if hasattr(m, name)]
+
+
 def spoil_draws(change):
-    draw = verdicts.draw
+    draw = numbers.draw
     spoiled = lambda *shape, **how: change(draw(*shape, **how))  # noqa: E731
-    return [(module, "draw", spoiled) for module in (derivations, tutorial)]
+    return in_every_module("draw", spoiled)
 
 
 def spoil_exp():
@@ -223,7 +233,7 @@ def spoil_exp():
     return torch.Tensor, "exp", lambda x: exp(1.1 * x) + 0.01
 
 
-SABOTAGE = {
+BREAKAGES = {
     "positive draws": lambda: spoil_draws(lambda x: x.abs() + 0.1),
     "constant draws": lambda: spoil_draws(torch.ones_like),
     "small draws": lambda: spoil_draws(lambda x: 1e-3 * x),
@@ -237,58 +247,58 @@ SABOTAGE = {
     "wrong outputs": lambda: spoil_attention(lambda x: 1.01 * x + 0.001),
     "constant outputs": lambda: spoil_attention(lambda x: x * 0 + 0.3),
     "wrong exp": spoil_exp,
-    "a tiny simple norm": lambda: (tutorial, "by_sum", lambda s: s.abs().sqrt() / 100),
-    "cheap products": lambda: [(m, "multiply_adds", lambda compute: 7) for m in (derivations, tutorial)],
-    "another Lagrangian": lambda: (derivations, "_lagrangian", lambda p, multiplier: (p * p).sum() + multiplier),
-    "a wrong density": lambda: (derivations, "_log_density", lambda seen, v, theta: -theta * (v - 2 * seen) ** 2 - 1),
-    "another precision": lambda: (derivations, "BETA", 1.0),
-    "no precision": lambda: (derivations, "_precision", lambda: torch.full((5,), math.nan, dtype=torch.float64)),
+    "a tiny simple norm": lambda: in_every_module("by_sum", lambda s: s.abs().sqrt() / 100),
+    "cheap products": lambda: in_every_module("multiply_adds", lambda compute: 7),
+    "another Lagrangian": lambda: (document_000, "_lagrangian", lambda p, multiplier: (p * p).sum() + multiplier),
+    "a wrong density": lambda: (document_004, "_log_density", lambda seen, v, theta: -theta * (v - 2 * seen) ** 2 - 1),
+    "another precision": lambda: (document_004, "BETA", 1.0),
+    "no precision": lambda: (document_004, "_precision", lambda: torch.full((5,), math.nan, dtype=torch.float64)),
     "wrong cosine": lambda: (torch.nn.functional, "cosine_similarity", lambda x, y, dim: x.sum()),
     "wrong correlation": lambda: (torch.nn.functional, "conv1d", lambda x, w, padding: torch.zeros(1, 1, 7).double()),
 }
 
 
 def test_every_check_can_fail(rows):
-    """Break the library, or what a check stands on: each verdict changes under some breakage."""
+    """Break the library, or what a check uses: the verdict of every check changes under some breakage."""
     expected = {row.name: row.verdict for row in rows}
-    steady = {claim.name for claim in claims.CLAIMS if claim.check is not None and not claim.printed}
-    for make in SABOTAGE.values():
+    unchanged = {claim.name for claim in claims.CLAIMS if claim.check is not None and not claim.printed}
+    for make in BREAKAGES.values():
         with pytest.MonkeyPatch.context() as patch:
             made = make()
             for target in made if isinstance(made, list) else [made]:
                 patch.setattr(*target)
-            for name in sorted(steady):
+            for name in sorted(unchanged):
                 try:
                     verdict = BY_NAME[name].judge().verdict
-                except Exception:  # broken so badly that nothing is said: no sign of a check
+                except Exception:  # a crash does not show that the check can fail
                     continue
                 if verdict != expected[name]:
-                    steady.discard(name)
-    assert steady == set()
+                    unchanged.discard(name)
+    assert unchanged == set()
 
 
 # --- brain teasers ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", teasers.DTYPES)
-def test_where_the_textbook_formula_breaks(name):
-    """Against the dtype's own limits, within its spacing of scores there."""
-    dtype = teasers.DTYPES[name]
-    found, info = teasers.limits(dtype), torch.finfo(dtype)
+@pytest.mark.parametrize("name", shift.DTYPES)
+def test_limits_of_the_formula_without_shift(name):
+    """They agree with the limits of the dtype, up to its spacing of scores there."""
+    dtype = shift.DTYPES[name]
+    found, info = shift.limits(dtype), torch.finfo(dtype)
     spacing = {"float16": 0.01, "bfloat16": 0.5, "float32": 1e-4, "float64": 1e-9}[name]
     assert 0 <= math.log(info.max) - found.single <= spacing
-    assert abs(math.log(info.max / teasers.MANY) - found.sum) <= spacing
+    assert abs(math.log(info.max / shift.MANY) - found.sum) <= spacing
     least = math.log(info.smallest_normal) + math.log(info.eps) - math.log(2)  # half the smallest subnormal rounds to 0
     assert abs(found.floor - least) <= 4 * spacing and abs(found.gap - least) <= 4 * spacing
     for score, good in ((found.single, True), (found.single + 2 * spacing, False), (found.floor - 4 * spacing, False)):
-        assert teasers.naive(torch.tensor([score], dtype=dtype)).isfinite().all() == good
-    lost = teasers.naive(torch.full((teasers.MANY,), found.sum + 2 * spacing, dtype=dtype))
-    assert (lost == 0).all()  # not NaN: the mass is gone without a sign
+        assert variants.naive_softmax(torch.tensor([score], dtype=dtype)).isfinite().all() == good
+    lost = variants.naive_softmax(torch.full((shift.MANY,), found.sum + 2 * spacing, dtype=dtype))
+    assert (lost == 0).all()  # not NaN: the row loses its mass silently
 
 
-def test_bisection_wants_a_change():
+def test_bisection_needs_a_change():
     with pytest.raises(ValueError, match="expected the property"):
-        teasers.last_good(lambda x: True, torch.float32, 0.0, 1.0)
+        shift.last_good(lambda x: True, torch.float32, 0.0, 1.0)
 
 
 scores = st.lists(st.floats(-3, 3), min_size=2, max_size=6).map(lambda x: torch.tensor(x, dtype=torch.float64))
@@ -299,8 +309,8 @@ scores = st.lists(st.floats(-3, 3), min_size=2, max_size=6).map(lambda x: torch.
     scores,
     st.floats(-3, 3),
     st.floats(0.2, 5),
-    st.sampled_from(list(teasers.FAMILY.values())),
-    st.sampled_from(list(teasers.MARGINALS.values())),
+    st.sampled_from(list(FAMILY.values())),
+    st.sampled_from(list(normalisation.MARGINALS.values())),
 )
 def test_the_weights_of_an_optimum_move_together(s, shift, tau, regularizer, marginal):
     problem = Transport(regularizer, marginal=marginal, temperature=tau)
@@ -310,20 +320,20 @@ def test_the_weights_of_an_optimum_move_together(s, shift, tau, regularizer, mar
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(scores)
-def test_simple_normalisations_read_their_temperature_off_the_scores(s):
+def test_simple_normalisations_use_the_sum_of_the_scores_as_temperature(s):
     if s.sum() > 0.1:
-        flat = regard.solve(s, Transport(teasers.without_sign(), temperature=float(s.sum()))).weights
-        torch.testing.assert_close(flat, teasers.by_sum(s), rtol=1e-8, atol=1e-8)
+        flat = regard.solve(s, Transport(variants.without_sign(), temperature=float(s.sum()))).weights
+        torch.testing.assert_close(flat, variants.by_sum(s), rtol=1e-8, atol=1e-8)
     if s.relu().sum() > 0.1:
         problem = Transport(Tsallis(2.0), temperature=float(s.relu().sum()))
-        assert regard.certify(s, teasers.by_relu(s), problem).holds(1e-9)
+        assert regard.certify(s, variants.by_relu(s), problem).holds(1e-9)
 
 
 def test_simple_normalisations_are_no_optimum():
-    for rule in teasers.SIMPLE.values():
-        assert teasers.no_optimum(rule)
-    assert not teasers.no_optimum(lambda s: s.softmax(-1))
-    assert not teasers.no_optimum(lambda s: s.relu())
+    for rule in normalisation.SIMPLE.values():
+        assert normalisation.no_optimum(rule)
+    assert not normalisation.no_optimum(lambda s: s.softmax(-1))
+    assert not normalisation.no_optimum(lambda s: s.relu())
 
 
 # --- the command and the pages ----------------------------------------------------------------------------------------
@@ -336,10 +346,10 @@ def solved():
 
 @pytest.fixture
 def quick(run, rows, solved, monkeypatch):
-    """The command with what was computed once."""
+    """The command, with claims and teasers that are computed only once."""
     monkeypatch.setattr(
         claims,
-        "table",
+        "judge_claims",
         lambda source, verdict: [r for r in rows if source in (None, r.source) and verdict in (None, r.verdict)],
     )
     for number, teaser in solved.items():
@@ -362,13 +372,13 @@ def test_claims_fit_the_terminal(quick, rows, width):
     assert result.exit_code == 0, result.output
     assert max(map(len, result.output.splitlines())) <= width
     words = set(result.output.split())
-    for row in rows:  # no word is cut
+    for row in rows:  # no word is truncated
         assert set(f"{row.claim} {row.section} {row.computed} {row.verdict}".split()) <= words, row
     counts = claims.counts(rows)
     assert result.output.split("\n")[-2] == f"{len(rows)} claims: " + ", ".join(f"{v} {n}" for v, n in counts.items())
 
 
-def test_claims_for_machines(run, rows):
+def test_claims_as_json(run, rows):
     result = run("claims", "--json")
     assert result.exit_code == 0
     found = json.loads(result.output)
@@ -378,7 +388,7 @@ def test_claims_for_machines(run, rows):
     assert all(isinstance(value, str) for row in found["claims"] for value in row.values())
 
 
-def test_claims_can_be_chosen(run, rows):
+def test_claims_by_source_and_verdict(run, rows):
     found = json.loads(run("claims", "--json", "--source", "001", "--verdict", HOLDS).output)
     expected = [row for row in rows if (row.source, row.verdict) == ("001", HOLDS)]
     assert found["claims"] == [dataclasses.asdict(row) for row in expected] and len(expected) > 2
@@ -395,16 +405,16 @@ def test_claims_can_be_chosen(run, rows):
         (["teasers", "2", "--markdown"], "number: expected none with --markdown"),
     ],
 )
-def test_wrong_arguments_are_named(run, arguments, message):
+def test_invalid_arguments_are_named(run, arguments, message):
     result = run(*arguments, width=200)
     assert result.exit_code == 2 and message in result.output
 
 
-def test_table_names_wrong_arguments():
+def test_judge_claims_names_invalid_arguments():
     with pytest.raises(ValueError, match=r"source: expected one of 000, .*, got '3'"):
-        claims.table(source="3")
+        claims.judge_claims(source="3")
     with pytest.raises(ValueError, match=r"verdict: expected one of holds, .*, got 'no'"):
-        claims.table(verdict="no")
+        claims.judge_claims(verdict="no")
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -412,17 +422,17 @@ def test_teasers_fit_the_terminal(quick, width):
     result = quick("teasers", width=width)
     assert result.exit_code == 0, result.output
     assert max(map(len, result.output.splitlines())) <= width
-    assert "…" not in result.output  # nothing is cut
+    assert "…" not in result.output  # nothing is truncated
     assert "float16" in quick("teasers", "5").output and "float16" not in quick("teasers", "1").output
 
 
-def test_the_pages_are_up_to_date(quick):
+def test_the_pages_are_current(quick):
     """After a change: regard lab claims --markdown > docs/claims.md, and the same for teasers."""
     for name in ("claims", "teasers"):
         assert quick(name, "--markdown").output == (ROOT / "docs" / f"{name}.md").read_text(), name
 
 
-def test_the_lab_is_light():
+def test_importing_regard_does_not_load_the_lab():
     code = (
         "import sys, regard; print('regard.lab' in sys.modules); import regard.lab.claims; print('rich' in sys.modules)"
     )

@@ -1,4 +1,4 @@
-"""The lab: verdicts from numbers, runs that reproduce and resume bit for bit, the page, and the command."""
+"""The lab: verdicts from numbers, runs that reproduce and continue bit for bit, the page, and the command."""
 
 import contextlib
 import hashlib
@@ -19,9 +19,12 @@ import torch
 from typer.testing import CliRunner
 
 from regard import cli
-from regard.lab import page, runner, workers
+from regard.lab import page, provenance, workers
+from regard.lab.configuration import configured
 from regard.lab.corpus import UNKNOWN, Corpus, from_file, standard_library
+from regard.lab.experiment import Conclusion, Experiment, Figure, LabError, Outcomes, Series, Stopped, Table
 from regard.lab.experiments import NAMES, load
+from regard.lab.figures import Axis
 from regard.lab.judging import (
     MEASURED,
     NOT_SIGNIFICANT,
@@ -32,13 +35,13 @@ from regard.lab.judging import (
     differences,
     equivalent,
     interval,
-    judge,
+    judge_effect,
     ratios,
     verdict,
 )
-from regard.lab.runner import Conclusion, Experiment, Figure, Outcomes, Refused, Run, Series, Stopped, Table, configured
+from regard.lab.runner import Run
 from regard.lab.training import Training, text_model, train_on_text
-from regard.lab.workers import measure_all
+from regard.lab.workers import measure_on_workers
 from support.lab import TEXT, contents
 
 # --- verdicts ---------------------------------------------------------------------------------------------------------
@@ -57,13 +60,13 @@ def test_interval_is_students():
     [
         ([0.020, 0.021, 0.019], (0.01, 0.03), MEASURED),
         ([0.020, 0.021, -0.019], (0.01, 0.03), NOT_SIGNIFICANT),
-        ([0.001, 0.002, 0.0015], (0.01, 0.03), REFUTED),  # there, but far smaller than claimed
-        ([-0.020, -0.021, -0.019], (0.01, 0.03), REFUTED),  # the other way round
+        ([0.001, 0.002, 0.0015], (0.01, 0.03), REFUTED),  # an effect, but far smaller than claimed
+        ([-0.020, -0.021, -0.019], (0.01, 0.03), REFUTED),  # in the opposite direction
         ([0.30, 0.31, 0.29], (0.01, 0.03), REFUTED),  # far larger than claimed
         ([0.0, 0.0, 0.0], (0.01, 0.03), REFUTED),
         ([0.035, 0.04, 0.036], (0.01, 0.03), REFUTED),
         ([0.035, 0.04, 0.03], (0.01, 0.03), NOT_SIGNIFICANT),  # an effect, and the interval reaches the range
-        ([0.02], (0.01, 0.03), NOT_SIGNIFICANT),  # one seed tells nothing
+        ([0.02], (0.01, 0.03), NOT_SIGNIFICANT),  # one seed does not decide
         ([math.inf, math.inf], (0.01, math.inf), MEASURED),
         ([math.nan, 1.0], (0.01, math.inf), NOT_SIGNIFICANT),
     ],
@@ -76,8 +79,8 @@ def test_verdicts(numbers, claimed, expected):
     ("numbers", "expected"),
     [
         ([0.001, -0.002, 0.0], MEASURED),
-        ([0.010, 0.011, 0.009], MEASURED),  # a difference for certain, but a small one
-        ([0.1, -0.1, 0.0], NOT_SIGNIFICANT),  # the mean is 0, and the seeds tell nothing
+        ([0.010, 0.011, 0.009], MEASURED),  # certainly a difference, but a small one
+        ([0.1, -0.1, 0.0], NOT_SIGNIFICANT),  # the mean is 0, but the interval is wide
         ([0.015, 0.025, 0.01], NOT_SIGNIFICANT),
         ([0.0], NOT_SIGNIFICANT),
         ([math.nan, 0.0], NOT_SIGNIFICANT),
@@ -87,14 +90,14 @@ def test_verdicts(numbers, claimed, expected):
 )
 def test_equivalence_needs_the_whole_interval(numbers, expected):
     assert equivalent(interval(numbers), (-0.02, 0.02)) == expected
-    assert judge("a", "b", "c", interval(numbers), (-0.02, 0.02), same=True).verdict == expected
+    assert judge_effect("a", "b", "c", interval(numbers), (-0.02, 0.02), same=True).verdict == expected
 
 
-def test_an_effect_whose_size_is_not_settled_is_said_to_be_one():
-    size = judge("a", "b", "c", interval([0.035, 0.04, 0.03]), (0.01, 0.03), note="Read so.")
+def test_the_note_reports_an_effect_whose_size_is_not_settled():
+    size = judge_effect("a", "b", "c", interval([0.035, 0.04, 0.03]), (0.01, 0.03), note="Read so.")
     assert size.verdict == NOT_SIGNIFICANT and size.note == "Read so. An effect, but its size is not settled."
-    assert judge("a", "b", "c", interval([0.02, -0.02, 0.01]), (0.01, 0.03)).note == ""
-    assert judge("a", "b", "c", interval([0.02, 0.021, 0.019]), (0.01, 0.03)).note == ""
+    assert judge_effect("a", "b", "c", interval([0.02, -0.02, 0.01]), (0.01, 0.03)).note == ""
+    assert judge_effect("a", "b", "c", interval([0.02, 0.021, 0.019]), (0.01, 0.03)).note == ""
 
 
 def test_verdicts_on_ratios():
@@ -108,8 +111,10 @@ def test_verdicts_on_ratios():
     assert math.isnan(ratios([math.inf], [math.inf]).mean)
 
 
-def test_judged_in_words():
-    found = judge("gains 1-3 %", "003", "gain", differences([1.02, 1.03], [1.0, 1.01]), (0.01, 0.03), percent=True)
+def test_effects_in_words():
+    found = judge_effect(
+        "gains 1-3 %", "003", "gain", differences([1.02, 1.03], [1.0, 1.01]), (0.01, 0.03), percent=True
+    )
     assert found.verdict == MEASURED and found.effect == "gain: 2 % [2, 2], 2 seeds"
     assert decide("never", "003", "once", False).verdict == REFUTED
     with pytest.raises(ValueError, match="expected one number per seed"):
@@ -129,7 +134,7 @@ def test_standard_library():
     assert all(corpus.decode(p) in corpus.text[:45_000] for p in corpus.batch(40, 30, torch.Generator()))
 
 
-def test_rare_characters_become_one():
+def test_rare_characters_share_a_token():
     corpus = Corpus("many", "".join(chr(0x4E00 + n) for n in range(300)) + "ab" * 50)
     assert len(corpus.characters) == 256 and UNKNOWN in corpus.characters
     assert corpus.decode(corpus.tokens[-4:]) == "abab" and UNKNOWN in corpus.decode(corpus.tokens)
@@ -154,7 +159,7 @@ CONFIG = {
 
 
 def _measure(cell):
-    # Dropout: the global generator is part of the state, too.
+    # Dropout uses the global generator, which is part of the state.
     trained = train_on_text(cell, text_model(cell, dropout=0.1 if cell.setting == "dropout" else 0.0))
     return {"val": trained.last("val"), "worst": math.inf, "seconds": trained.seconds}
 
@@ -164,7 +169,7 @@ def _conclude(outcomes):
     lines = Figure("Loss <b>", "step", "nats", [outcomes.curve(s, "val") for s in outcomes.settings])
     dots = Figure("Loss", "nats", "", [Series("none", [], outcomes.values("none", "val"))], kind="dots", reference=2.0)
     table = Table("T", ["a", "b"], [["x & y", "<script>alert(1)</script>"]])
-    return Conclusion([judge("dropout hurts", "us", "loss", effect, (0, math.inf))], [table], [lines, dots])
+    return Conclusion([judge_effect("dropout hurts", "us", "loss", effect, (0, math.inf))], [table], [lines, dots])
 
 
 EXPERIMENT = Experiment(
@@ -179,7 +184,7 @@ def fresh(folder: Path) -> Run:
 
 
 def stop_after(calls: int):
-    """Says True from its nth call on."""
+    """A function that returns True after this many calls."""
     left = [calls]
 
     def stopping():
@@ -191,7 +196,7 @@ def stop_after(calls: int):
 
 def test_runs_reproduce_bit_for_bit(tmp_path):
     for name in ("a", "b"):
-        torch.manual_seed(ord(name))  # what happened before must not matter
+        torch.manual_seed(ord(name))  # the global state before the cell must not matter
         fresh(tmp_path / name).measure("dropout", 1)
     one, two = (contents(tmp_path / name / "cells" / "dropout" / "1") for name in ("a", "b"))
     assert one == two
@@ -200,7 +205,7 @@ def test_runs_reproduce_bit_for_bit(tmp_path):
 
 
 @pytest.mark.parametrize("steps", [0, 3, 5, 10, 11])
-def test_an_interrupted_cell_goes_on_bit_for_bit(tmp_path, steps):
+def test_an_interrupted_cell_continues_bit_for_bit(tmp_path, steps):
     whole, parts = fresh(tmp_path / "whole"), fresh(tmp_path / "parts")
     whole.measure("dropout", 0)
     with pytest.raises(Stopped):
@@ -212,12 +217,14 @@ def test_an_interrupted_cell_goes_on_bit_for_bit(tmp_path, steps):
     assert contents(tmp_path / "whole" / cell) == contents(tmp_path / "parts" / cell)
 
 
-def test_metrics_after_the_checkpoint_are_not_kept_twice(tmp_path):
+def test_metrics_after_the_checkpoint_are_logged_once(tmp_path):
     run = fresh(tmp_path)
     with pytest.raises(Stopped):
         run.measure("none", 0, stopping=stop_after(3))
     metrics = tmp_path / "cells" / "none" / "0" / "metrics.jsonl"
-    metrics.write_text(metrics.read_text() + '{"step": 5, "val": 1.0}\n')  # logged, then killed before a checkpoint
+    metrics.write_text(
+        metrics.read_text() + '{"step": 5, "val": 1.0}\n'
+    )  # logged, but killed before the next checkpoint
     run.measure("none", 0)
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [0, 5, 10, 12]
 
@@ -237,58 +244,58 @@ def test_finished_cells_are_not_computed_again(tmp_path):
     assert json.loads((tmp_path / "versions.json").read_text())["torch"] == torch.__version__
 
 
-def test_another_run_in_the_same_folder_is_refused(tmp_path):
+def test_another_run_in_the_same_folder_raises(tmp_path):
     fresh(tmp_path)
     other = Run(EXPERIMENT, {**CONFIG, "steps": 13}, TEXT, tmp_path)
-    with pytest.raises(Refused, match=r"config.steps = 12, not 13; use another --out, or --fresh"):
+    with pytest.raises(LabError, match=r"config.steps = 12, not 13; use another --out, or --fresh"):
         other.open()
     versions = tmp_path / "versions.json"
     versions.write_text(versions.read_text().replace(torch.__version__, "1.0"))
-    with pytest.raises(Refused, match=r"versions.json: this run was begun with torch = '1.0'"):
+    with pytest.raises(LabError, match=r"versions.json: this run was started with torch = '1.0'"):
         fresh(tmp_path)
 
 
-def test_a_run_does_not_go_on_with_other_sources(tmp_path, monkeypatch):
+def test_a_run_does_not_continue_with_other_sources(tmp_path, monkeypatch):
     def hashed():
-        return runner.sources.__wrapped__()
+        return provenance.sources_hash.__wrapped__()
 
     package = tmp_path / "regard"
-    shutil.copytree(Path(runner.__file__).parents[1], package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copytree(Path(provenance.__file__).parents[1], package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     before = hashed()
-    assert runner.sources() == before  # found first here, before anything changes
-    monkeypatch.setattr(runner, "__file__", str(package / "lab" / "runner.py"))
-    assert hashed() == before  # wherever it is installed
+    assert provenance.sources_hash() == before  # cached before anything changes
+    monkeypatch.setattr(provenance, "__file__", str(package / "lab" / "provenance.py"))
+    assert hashed() == before  # independent of the folder
     with (package / "lab" / "judging.py").open("a") as file:
         file.write("# changed\n")
     changed = hashed()
     assert changed != before
     fresh(tmp_path / "run")
-    monkeypatch.setattr(runner, "sources", lambda: changed)
-    with pytest.raises(Refused, match=f"versions.json: this run was begun with sources = '{before}'"):
+    monkeypatch.setattr(provenance, "sources_hash", lambda: changed)
+    with pytest.raises(LabError, match=f"versions.json: this run was started with sources = '{before}'"):
         fresh(tmp_path / "run")
 
 
-def test_a_run_does_not_go_on_with_another_engine(tmp_path, monkeypatch):
-    hashed = runner.engine.__wrapped__  # not what was found first
+def test_a_run_does_not_continue_with_another_engine(tmp_path, monkeypatch):
+    hashed = provenance.engine_hash.__wrapped__  # without the cache
     spec = importlib.util.find_spec("regard._native")
     if spec is None:
         assert hashed() is None
         return
-    assert hashed() == hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest() == runner.versions()["engine"]
+    assert hashed() == hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest() == provenance.versions()["engine"]
     fresh(tmp_path / "run")
     rebuilt = tmp_path / "_native.so"
     rebuilt.write_bytes(Path(spec.origin).read_bytes() + b"changed")
     other = importlib.util.spec_from_file_location("regard._native", rebuilt)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: other)
     changed = hashed()
-    monkeypatch.setattr(runner, "engine", lambda: changed)
-    with pytest.raises(Refused, match=r"versions.json: this run was begun with engine = '\w+', not '\w+'"):
+    monkeypatch.setattr(provenance, "engine_hash", lambda: changed)
+    with pytest.raises(LabError, match=r"versions.json: this run was started with engine = '\w+', not '\w+'"):
         fresh(tmp_path / "run")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert hashed() is None
 
 
-def test_a_training_that_diverges_ends(tmp_path):
+def test_a_diverging_training_stops(tmp_path):
     def measure(cell):
         model = text_model(cell, attention=lambda q, k, v, is_causal: v * math.nan)
         trained = train_on_text(cell, model)
@@ -308,26 +315,26 @@ def test_learning_rate():
     assert rates[0] == pytest.approx(1 / 11) and max(rates) == rates[10] == 1.0 and rates[100] == pytest.approx(0.1)
 
 
-def test_configuration_from_the_command():
+def test_changes_of_the_configuration():
     assert configured(EXPERIMENT, True, {"steps": "3", "batch": "9"}) == {**CONFIG, "steps": 3, "batch": 9}
     for changes, message in (
         ({"stepz": "3"}, "--set: expected one of seeds, steps"),
         ({"steps": "many"}, "--set steps: expected a whole number such as 12, got 'many'"),
         ({"seeds": "0"}, "--set seeds: expected at least 1, got 0"),
     ):
-        with pytest.raises(Refused, match=message):
+        with pytest.raises(LabError, match=message):
             configured(EXPERIMENT, True, changes)
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_holds_everything_and_runs_nothing(tmp_path):
+def test_the_page_shows_everything_and_contains_no_script(tmp_path):
     run = fresh(tmp_path / "made-up")
     for setting, seed in run.cells():
         run.measure(setting, seed)
     assert run.conclude()["complete"]
-    made = page.to_html(page.read(tmp_path))
+    made = page.to_html(page.read_conclusions(tmp_path))
     assert "<script" not in made and "&lt;script&gt;" in made and "Loss &lt;b&gt;" in made
     assert made.count("<svg viewBox") == 2 and made.count("<polyline") == 2 and "x &amp; y" in made
     assert "dropout hurts" in made and "http://" not in made and "https://" not in made
@@ -336,11 +343,11 @@ def test_the_page_holds_everything_and_runs_nothing(tmp_path):
 
 
 def test_axes_have_round_ticks():
-    assert page._Axis([0.0, 10.0], 0, 100, False).ticks() == [0, 2, 4, 6, 8, 10]
-    assert page._Axis([1.0, 100.0], 0, 100, True).ticks() == [1, 2, 5, 10, 20, 50, 100]
-    assert page._Axis([3.0], 0, 100, False)(3.0) == 50
+    assert Axis([0.0, 10.0], 0, 100, False).ticks() == [0, 2, 4, 6, 8, 10]
+    assert Axis([1.0, 100.0], 0, 100, True).ticks() == [1, 2, 5, 10, 20, 50, 100]
+    assert Axis([3.0], 0, 100, False)(3.0) == 50
     for values in ([], [math.inf], [0.0, 0.0], [-1e-9, 1e-9], [2.0, 2.5]):
-        assert len(page._Axis(values, 0, 100, False).ticks()) <= 12
+        assert len(Axis(values, 0, 100, False).ticks()) <= 12
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -381,16 +388,16 @@ def test_run_and_report(command, tmp_path):
         (("run", "nothing"), "NAME: expected one of"),
         (("run", "masking", "--quick", "--set", "steps"), "--set: expected name=value, got 'steps'"),
         (("run", "masking", "--text", "missing.txt"), "--text: "),
-        (("report", "empty"), "empty: no finished run in it"),
+        (("report", "empty"), "empty: expected a folder with finished runs"),
     ],
 )
-def test_what_cannot_be_done_is_said(command, arguments, message):
+def test_invalid_requests_are_explained(command, arguments, message):
     shown = command(*arguments)
     assert shown.exit_code == 2 and message in shown.output
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT to one process")
-def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(tmp_path):
+def test_after_ctrl_c_the_same_command_continues(tmp_path):
     command = [sys.executable, "-m", "regard.cli", "lab", "run", "masking", "--quick", "--out", str(tmp_path)]
     (tmp_path / "a.txt").write_text("to be or not to be, that is the question. " * 100)
     command += ["--text", str(tmp_path / "a.txt"), "--set", "steps=100000", "--set", "every=2"]
@@ -409,10 +416,10 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(tmp_path):
         process.send_signal(signal.SIGINT)
         said, _ = process.communicate(timeout=60)
         assert process.returncode == 130, said.decode()
-        assert b"the same command goes on from here" in said
+        assert b"the same command continues from here" in said
         assert (cell / "checkpoint.safetensors").exists() and not (cell / "result.json").exists()
         found = [json.loads(line)["step"] for line in (cell / "metrics.jsonl").read_text().splitlines()]
-        assert found == list(range(0, 2 * len(found), 2))  # none twice, none left out
+        assert found == list(range(0, 2 * len(found), 2))  # each exactly once
         steps.append(found[-1])
     assert steps[1] > steps[0] > 0
 
@@ -428,7 +435,7 @@ def test_interval_in_words():
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="PyTorch was built without gloo")
 def test_two_processes_train_as_one(tmp_path):
-    """As torchrun starts them, and as accelerate does (--multi_gpu: its way to start several; --cpu starts one)."""
+    """As torchrun starts them, and as accelerate does (with --multi_gpu: --cpu would start one process)."""
     (tmp_path / "a.txt").write_text("to be or not to be, that is the question. " * 100)
     arguments = ["-m", "regard", "lab", "run", "masking", "--quick", "--text", str(tmp_path / "a.txt")]
     arguments += ["--set", "steps=12", "--set", "every=3"]
@@ -450,7 +457,7 @@ def test_two_processes_train_as_one(tmp_path):
     for process in started:
         said, _ = process.communicate(timeout=300)
         assert process.returncode == 0, said.decode()
-        assert said.decode().count("not significant") == 3  # one process speaks
+        assert said.decode().count("not significant") == 3  # only one process prints
     losses = []
     for name in commands:
         folder = tmp_path / name / "masking-quick"
@@ -466,8 +473,8 @@ def test_two_processes_train_as_one(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="looks for processes in /proc")
-def test_workers_end_with_the_first_process(tmp_path):
-    """Killed, it can tell nobody: the workers write their checkpoints and end by themselves."""
+def test_workers_exit_after_the_first_process(tmp_path):
+    """A first process that is killed cannot notify its workers: they write their checkpoints and exit by themselves."""
     long = ["masking", "--quick", "--workers", "2", "--set", "steps=100000", "--set", "every=10"]
     order = [sys.executable, "-m", "regard", "lab", "run", *long, "--out", str(tmp_path)]
     first = subprocess.Popen(order, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -496,7 +503,7 @@ def test_workers_end_with_the_first_process(tmp_path):
 
     def ended(process):
         try:
-            return "State:\tZ" in (process / "status").read_text()  # nobody asked how it ended
+            return "State:\tZ" in (process / "status").read_text()  # it has ended; its status was not collected
         except OSError:
             return True
 
@@ -504,14 +511,14 @@ def test_workers_end_with_the_first_process(tmp_path):
     assert len(list(tmp_path.glob("masking-quick/cells/*/0/checkpoint.safetensors"))) == 2
 
 
-def test_workers_begin_nothing_after_the_stop(monkeypatch):
+def test_workers_start_no_cell_after_the_stop(monkeypatch):
     stop = threading.Event()
     stop.set()
     monkeypatch.setattr(workers, "_given", {"run": None, "stop": stop})
-    assert workers._measure("a", 0) is False  # a cell that was on its way already
+    assert workers._measure("a", 0) is False  # a cell that was sent before the stop
 
 
-def test_workers_give_the_same_cells(tmp_path):
+def test_workers_compute_the_same_cells(tmp_path):
     experiment = load("variance")
     config = {**experiment.quick, "steps": 4, "every": 2, "seeds": 2, "draws": 10}
     text = Corpus("a", "to be or not to be, that is the question. " * 100)
@@ -519,17 +526,17 @@ def test_workers_give_the_same_cells(tmp_path):
     torch.set_num_threads(1)
     try:
         runs = [Run(experiment, config, text, tmp_path / name, "quick") for name in ("alone", "shared", "stopped")]
-        told = []
+        finished = []
         for run in runs:
             run.open()
         for cell in runs[0].cells():
             runs[0].measure(*cell)
-        assert measure_all(runs[1], 2, lambda: told.append(1)) and len(told) == 2
+        assert measure_on_workers(runs[1], 2, lambda: finished.append(1)) and len(finished) == 2
         for setting, seed in runs[0].cells():
             one, two = (run.result(setting, seed) for run in runs[:2])
             assert (one.result, one.metrics) == (two.result, two.metrics)
-        assert measure_all(runs[1], 2)  # nothing is left to do
-        assert not measure_all(runs[2], 1, stopping=lambda: True)
-        assert not list((tmp_path / "stopped").rglob("checkpoint.safetensors"))  # those that waited never began
+        assert measure_on_workers(runs[1], 2)  # all cells are finished
+        assert not measure_on_workers(runs[2], 1, stopping=lambda: True)
+        assert not list((tmp_path / "stopped").rglob("checkpoint.safetensors"))  # waiting cells did not start
     finally:
         torch.set_num_threads(before)

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 import regard
 from regard import KL, ALiBi, Causal, FDivergence, Rows, RowsAndColumns, Transport, Tsallis
 from regard.features import LinearAttention, Performer, ReLUFeatures
+from regard.lab.variants import VARIANTS, mask_to_zero, no_mask, no_scaling, no_shift, raw_dot_products, relu_features
 from regard.nn import MultiheadAttention, Temperature, Transformer
 from regard.nn.declared import built
 from regard.nn.transformer import Block
-from regard.nn.variants import VARIANTS, mask_to_zero, no_mask, no_scaling, no_shift, raw_dot_products, relu_features
 
 B, T, S, E, H = 2, 5, 7, 12, 3
 

@@ -1,6 +1,7 @@
-"""The command `regard`: what it prints, for people and for machines, and how it ends."""
+"""The command `regard`: its output as text and as JSON, and its exit status."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -10,8 +11,8 @@ from typer.testing import CliRunner
 
 import regard
 from regard import cli, doctor
-from regard.backends import BACKENDS
-from regard.backends.native import engine
+from regard.backends import native
+from regard.operator import BACKENDS
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def run(monkeypatch):
 
 @pytest.fixture
 def without_engine(monkeypatch):
-    monkeypatch.setattr(engine, "_loaded", (None, "the native engine was not built (no C++ compiler at installation?)"))
+    monkeypatch.setattr(native, "_loaded", (None, "the native engine was not built (no C++ compiler at installation?)"))
 
 
 def test_the_command_is_installed():
@@ -48,7 +49,7 @@ def test_doctor_fits_the_terminal(run, width):
         assert word in result.output
 
 
-def test_doctor_for_machines(run):
+def test_doctor_as_json(run):
     result = run("doctor", "--json")
     facts = json.loads(result.output)
     assert result.exit_code == 0 and facts["problems"] == []
@@ -64,22 +65,22 @@ def test_doctor_for_machines(run):
         assert row["auto"] not in row["refusals"]
 
 
-def test_one_openmp_runtime_here():
+def test_one_openmp_runtime_is_loaded():
     pytest.importorskip("regard._native", reason="the native engine was not built")
-    # A process of its own: other tests may have loaded who knows what.
+    # In a new process, because other tests may have loaded other libraries.
     code = "import torch, regard.doctor as d; d.engine(); print(*d.openmp_runtimes() or ['unknown'], sep='\\n')"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert len(found.stdout.split("\n")) == 2, found.stdout
 
 
-def test_two_openmp_runtimes_are_told(run, monkeypatch):
+def test_two_openmp_runtimes_are_reported(run, monkeypatch):
     monkeypatch.setattr(doctor, "openmp_runtimes", lambda: ["/a/libgomp.so.1", "/b/libgomp.so.1"])
     result = run("doctor")
-    assert result.exit_code == 0  # slow is not broken
+    assert result.exit_code == 0  # slow, but not broken
     assert "2 OpenMP runtimes in one process" in result.output and "/b/libgomp.so.1" in result.output
 
 
-def test_without_the_engine(run, without_engine):
+def test_doctor_without_the_engine(run, without_engine):
     result = run("doctor")
     assert result.exit_code == 0 and "was not built" in result.output and "slower backends" in result.output
     facts = json.loads(run("doctor", "--json").output)
@@ -87,17 +88,17 @@ def test_without_the_engine(run, without_engine):
     assert {row["auto"] for row in facts["problems_served"]} == {"sdpa", "torch"}
 
 
-def test_an_engine_that_does_not_load_is_broken(run, monkeypatch):
-    monkeypatch.setattr(engine, "_loaded", (None, "the native engine does not load: undefined symbol"))
+def test_an_engine_that_does_not_load_is_reported_as_broken(run, monkeypatch):
+    monkeypatch.setattr(native, "_loaded", (None, "the native engine does not load: undefined symbol"))
     result = run("doctor")
     assert result.exit_code == 1 and "broken: the native engine does not load" in result.output
 
 
 @pytest.mark.parametrize("how", ["wrong", "NaN", "raises"])
-def test_a_backend_that_computes_rubbish_is_broken(run, monkeypatch, how):
+def test_a_backend_with_wrong_results_is_reported_as_broken(run, monkeypatch, how):
     plain = doctor.attention
 
-    def rubbish(*args, backend, **kwargs):
+    def wrong(*args, backend, **kwargs):
         out = plain(*args, backend=backend, **kwargs)
         if backend != "sdpa":
             return out
@@ -105,7 +106,7 @@ def test_a_backend_that_computes_rubbish_is_broken(run, monkeypatch, how):
             raise RuntimeError("illegal [instruction]")
         return out * (1.001 if how == "wrong" else float("nan"))
 
-    monkeypatch.setattr(doctor, "attention", rubbish)
+    monkeypatch.setattr(doctor, "attention", wrong)
     result = run("doctor")
     assert result.exit_code == 1 and 'backend "sdpa" fails the self-test' in " ".join(result.output.split())
     facts = json.loads(run("doctor", "--json").output)
@@ -114,6 +115,29 @@ def test_a_backend_that_computes_rubbish_is_broken(run, monkeypatch, how):
 
 def test_every_backend_is_tested():
     assert {t["backend"] for t in doctor.examine()["self_test"]} | {"native"} == set(BACKENDS)
+
+
+def test_an_invalid_instruction_set_is_one_line(tmp_path):
+    pytest.importorskip("regard._native", reason="the native engine was not built")
+    environment = {**os.environ, "REGARD_ISA": "abacus"}
+    for arguments in (["doctor"], ["doctor", "--json"], ["lab", "run", "masking", "--quick", "--out", str(tmp_path)]):
+        found = subprocess.run(
+            [sys.executable, "-m", "regard", *arguments], env=environment, capture_output=True, text=True, check=False
+        )
+        assert found.returncode == 2 and found.stdout == ""
+        (line,) = found.stderr.splitlines()
+        assert line.startswith("error: REGARD_ISA: expected an instruction set of this machine (")
+        assert "baseline" in line and line.endswith(", got abacus")
+
+
+def test_help_lists_every_command(run):
+    for arguments, names in (
+        ((), ("doctor", "inspect", "report", "lab")),
+        (("lab",), ("claims", "teasers", "list", "run")),
+    ):
+        shown = run(*arguments, "--help")
+        assert shown.exit_code == 0 and all(name in shown.output for name in names)
+        assert max(map(len, shown.output.splitlines())) <= 80
 
 
 # --- regard inspect ---------------------------------------------------------------------------------------------------
@@ -143,7 +167,7 @@ def test_inspect_a_folder(run, checkpoint, tmp_path):
     record = json.loads(numbers.read_text())
     assert record["provenance"]["tokens"] == 150 and record["provenance"]["longest"] == 100
     assert folder in page.read_text()
-    # an untrained model's heads are diffuse, which is a note
+    # the heads of an untrained model are diffuse, which is a note
     for name, status in (("diffuse", 1), ("note", 1), ("warning", 0), ("alarm", 0)):
         assert run(*arguments, "--fail-on", name).exit_code == status, name
     assert run(*arguments, "--fail-on", "diffuse", "--threshold", "diffuse=1.5").exit_code == 0
@@ -151,14 +175,14 @@ def test_inspect_a_folder(run, checkpoint, tmp_path):
     both = run(*arguments, "--compare", str(numbers), "--out", str(page))
     assert both.exit_code == 0 and page.read_text().count('"regard-inspection"') == 2
     assert "against" in both.output and "largest difference +0" in both.output
-    # saved numbers are those of a resumed run
+    # a run that is continued gives the same numbers
     state = str(tmp_path / "run.safetensors")
     for _ in range(2):
         assert run(*arguments, "--run", state, "--json", str(tmp_path / "again.json")).exit_code == 0
     assert json.loads((tmp_path / "again.json").read_text())["heads"] == record["heads"]
 
 
-def test_inspect_says_what_is_wrong(run, checkpoint, tmp_path):
+def test_inspect_explains_invalid_requests(run, checkpoint, tmp_path):
     folder, tokens = checkpoint
     words = tmp_path / "words.txt"
     words.write_text("three words here")

@@ -1,4 +1,4 @@
-"""What several tests of the lab share: a text to train on, and what a cell of a grid wrote."""
+"""Helpers for the tests of the lab: a text to train on, and the files of a cell."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ TEXT = Corpus("abc", "the cat sat on the mat. " * 200)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """What a cell wrote, without the times (in the result and in the checkpoint's header)."""
+    """The files of a cell, without the times in its result and in the header of its checkpoint."""
     from safetensors.torch import load_file
 
     found = {"metrics": (folder / "metrics.jsonl").read_bytes()}

@@ -1,8 +1,8 @@
-"""The cells of a run on a Ray cluster: each is a task, computed whole on one node, so results are the same.
+"""Computes the cells of a run on a Ray cluster. Each cell is one task on one node, so the results are the same.
 
-Nodes need no common file system. What a cell's folder holds travels with the task: to the node when it begins, and back
-when it is finished or stopped, with its checkpoint; so a cell that was stopped on one node goes on on another. What a
-node that dies had computed is lost, and Ray begins that cell again elsewhere.
+Nodes need no common file system. The files of a cell travel with the task: to the node when the cell starts, and back
+when it is finished or stopped, including its checkpoint. A cell that was stopped on one node can therefore continue on
+another. If a node fails, the work of its cells since they started is lost, and Ray starts them again elsewhere.
 """
 
 from __future__ import annotations
@@ -21,29 +21,31 @@ from typing import Any
 
 import torch
 
-from .runner import Refused, Run, Stopped, versions
+from .experiment import LabError, Stopped
+from .provenance import versions
+from .runner import Run
 
-PATIENCE = 0.5  # seconds between two words of a cell to the driver
-SAME = ("regard", "sources", "torch", "python")  # what a node must share with the driver, and "isa" on the CPU
+REPORT_INTERVAL = 0.5  # seconds between two reports of a cell to the driver
+SAME = ("regard", "sources", "torch", "python")  # versions that node and driver must share; on the CPU also "isa"
 
 Files = dict[str, bytes]
 
 
 @contextmanager
 def connected(address: str | None) -> Iterator[None]:
-    """Inside, Ray is there: the cluster of that address, one that Ray finds by itself, or one of this machine alone."""
+    """Inside, Ray is connected to the cluster of that address, to one that Ray finds, or to one of its own here."""
     try:
         import ray
     except ImportError as problem:
-        raise Refused(f"--ray: Ray cannot be loaded ({problem}); pip install 'regard[ray]' brings it") from None
-    if ray.is_initialized():  # by whoever called us
+        raise LabError(f"--ray: Ray cannot be loaded ({problem}); pip install 'regard[ray]' brings it") from None
+    if ray.is_initialized():  # by the caller
         yield
         return
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
     except (OSError, ValueError) as problem:
         where = "a Ray of its own" if address is None else f"the Ray of {address}"
-        raise Refused(f"--ray: expected to reach {where}: {problem}") from None
+        raise LabError(f"--ray: expected to reach {where}: {problem}") from None
     try:
         yield
     finally:
@@ -51,7 +53,7 @@ def connected(address: str | None) -> Iterator[None]:
 
 
 def device_named(name: str) -> torch.device:
-    """What a cell computes on: "cpu", "cuda" (one GPU of its own), or "auto", a GPU if the cluster has any."""
+    """The device of each cell: "cpu", "cuda" (one GPU of its own), or "auto", a GPU if the cluster has any."""
     import ray
 
     if name == "auto":
@@ -64,9 +66,9 @@ def device_named(name: str) -> torch.device:
 
 
 def _board() -> Any:
-    """An actor with which running cells speak: they say how far they are, and read whether to stop.
+    """An actor to which running cells report their steps, and from which they read whether to stop.
 
-    Its class is local: so Ray sends it to its process as it is, which need not load PyTorch.
+    The class is local so that Ray sends it by value: the actor's process need not load PyTorch.
     """
     import ray
 
@@ -75,7 +77,7 @@ def _board() -> Any:
             self.steps: dict[Any, tuple[int, int]] = {}
             self.stopped = False
 
-        def tell(self, cell: Any, done: int, total: int) -> bool:
+        def report(self, cell: Any, done: int, total: int) -> bool:
             self.steps[cell] = done, total
             return self.stopped
 
@@ -95,22 +97,25 @@ def _board() -> Any:
 
 
 def _measure(
-    run: Run, wanted: dict[str, Any], setting: str, seed: int, files: Files, board: Any, patience: float
+    run: Run, expected: dict[str, Any], setting: str, seed: int, files: Files, board: Any, interval: float
 ) -> Files:
-    """Compute one cell, or go on with it: its files, "result.json" among them if it is finished; none if not begun."""
+    """Compute one cell, from its checkpoint if it has one, and return its files.
+
+    "result.json" is among them if the cell is finished; there are none if it was stopped before it started.
+    """
     import ray
 
-    torch.set_num_threads(wanted["threads"])
+    torch.set_num_threads(expected["threads"])
     here = versions(run.device, run.precision)
     for name in (*SAME, *(("isa",) if run.device.type == "cpu" else ())):
-        if here[name] != wanted[name]:
-            raise Refused(f"node {platform.node()}: expected {name} = {wanted[name]!r}, got {here[name]!r}")
+        if here[name] != expected[name]:
+            raise LabError(f"node {platform.node()}: expected {name} = {expected[name]!r}, got {here[name]!r}")
     last, done, total, stop = 0.0, 0, 0, False
 
     def stopping() -> bool:
         nonlocal last, stop
-        if not stop and time.monotonic() - last > patience:
-            stop = bool(ray.get(board.tell.remote((setting, seed), done, total)))
+        if not stop and time.monotonic() - last > interval:
+            stop = bool(ray.get(board.report.remote((setting, seed), done, total)))
             last = time.monotonic()
         return stop
 
@@ -136,15 +141,15 @@ def _measure(
 # --- on the driver ----------------------------------------------------------------------------------------------------
 
 
-def measure_all(
+def measure_on_cluster(
     run: Run,
-    advanced: Callable[[], object] = lambda: None,
+    cell_finished: Callable[[], object] = lambda: None,
     stopping: Callable[[], bool] = lambda: False,
     steps: Callable[[int, int, int], object] = lambda cells, done, total: None,
 ) -> bool:
-    """Compute every cell that is not finished; False if it was to stop before. `advanced` is told of each that is,
-    `steps` of the cells that run, and of their steps together.
+    """Compute every cell that is not finished; False if `stopping()` came first.
 
+    `cell_finished` is called after each cell, and `steps` with the number of running cells and the sum of their steps.
     A cell takes as many CPUs as PyTorch has threads here, and a GPU if the run's device is one.
     """
     import ray
@@ -154,56 +159,57 @@ def measure_all(
     if not left:
         return True
     threads, gpus = torch.get_num_threads(), int(run.device.type == "cuda")
-    _see_that_a_node_has(threads, gpus)
-    _ = run.corpus.tokens  # encoded once, here
+    _check_nodes(threads, gpus)
+    _ = run.corpus.tokens  # encoded once, before it is sent
     board = _board()
     task = ray.remote(num_cpus=threads, num_gpus=gpus)(_measure)
-    given, wanted = ray.put(run), versions(run.device, run.precision)
-    waiting = {task.remote(given, wanted, *cell, _files(run, cell), board, PATIENCE): cell for cell in left}
+    given, expected = ray.put(run), versions(run.device, run.precision)
+    waiting = {task.remote(given, expected, *cell, _files(run, cell), board, REPORT_INTERVAL): cell for cell in left}
     finished, failure, stopped = True, None, False
     while waiting:
-        done, _ = ray.wait(list(waiting), timeout=PATIENCE)
+        done, _ = ray.wait(list(waiting), timeout=REPORT_INTERVAL)
         for future in done:
             cell = waiting.pop(future)
             try:
                 if _keep(run, cell, ray.get(future)):
-                    advanced()
+                    cell_finished()
                 else:
                     finished = False
             except RayError as problem:
                 failure = failure or _explained(cell, problem)
         if (stopping() or failure) and not stopped:
             stopped = True
-            ray.get(board.stop.remote())  # those that run come back with a checkpoint, those that wait do not begin
-        told: Any = ray.get(board.read.remote())
-        steps(len(told), *(sum(numbers) for numbers in zip(*told.values(), strict=True)) if told else (0, 0))
+            ray.get(board.stop.remote())  # running cells return a checkpoint, waiting cells do not start
+        reported: Any = ray.get(board.read.remote())
+        sums = [sum(numbers) for numbers in zip(*reported.values(), strict=True)] if reported else [0, 0]
+        steps(len(reported), *sums)
     if failure is not None:
         raise failure
     return finished
 
 
-def _see_that_a_node_has(cpus: int, gpus: int) -> None:
-    """Ray would wait for such a node for ever."""
+def _check_nodes(cpus: int, gpus: int) -> None:
+    """Raise if no node has this many CPUs and GPUs: Ray would wait for one without end."""
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if not any(node.get("CPU", 0) >= cpus and node.get("GPU", 0) >= gpus for node in nodes):
         there = "; ".join(f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in nodes)
-        raise Refused(
+        raise LabError(
             f"--ray: expected a node with {cpus} CPUs (the threads of one cell: OMP_NUM_THREADS sets them) and {gpus} "
             f"GPUs, got {there or 'none'}"
         )
 
 
 def _files(run: Run, cell: tuple[str, int]) -> Files:
-    """What an earlier run left of a cell."""
+    """The files that an earlier run left of a cell."""
     folder = run.folder_of(*cell)
     names = ("metrics.jsonl", "checkpoint.safetensors")
     return {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
 
 
 def _keep(run: Run, cell: tuple[str, int], files: Files) -> bool:
-    """Write what came back; whether the cell is finished: its result is written last."""
+    """Write the files that came back, the result last; whether the cell is finished."""
     folder = run.folder_of(*cell)
     if not files:
         return False
@@ -215,8 +221,8 @@ def _keep(run: Run, cell: tuple[str, int], files: Files) -> bool:
     return "result.json" in files
 
 
-def _explained(cell: tuple[str, int], problem: Exception) -> Refused:
-    """What went wrong on a node, with the traceback from there if it is not a refusal."""
+def _explained(cell: tuple[str, int], problem: Exception) -> LabError:
+    """The error of a node, with its traceback unless it is a `LabError`."""
     cause = getattr(problem, "cause", None)
-    said = str(cause) if isinstance(cause, Refused) else f"failed on the cluster\n{problem}"
-    return Refused(f"{cell[0]}, seed {cell[1]}: {said}")
+    message = str(cause) if isinstance(cause, LabError) else f"failed on the cluster\n{problem}"
+    return LabError(f"{cell[0]}, seed {cell[1]}: {message}")

@@ -1,4 +1,4 @@
-"""Text to learn from: the source of Python's standard library, which every machine has, or any text file."""
+"""Text to learn from: the source of Python's standard library, which is on every machine, or any text file."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # stands for every character that is too rare
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # replaces every character that is too rare
 LARGEST_VOCABULARY = 256
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as numbers, one per character; the last tenth is kept for validation."""
+    """A text as token ids, one per character; the last tenth is held out for validation."""
 
     name: str
     text: str
 
     @cached_property
     def characters(self) -> str:
-        """The vocabulary: all characters, or the most frequent ones if there are very many."""
+        """The vocabulary: all characters, or the most frequent ones if there are more than `LARGEST_VOCABULARY`."""
         counted = Counter(self.text)
         if len(counted) <= LARGEST_VOCABULARY:
             return "".join(sorted(counted))
@@ -68,7 +68,7 @@ class Corpus:
 
 
 def standard_library(characters: int | None = None) -> Corpus:
-    """The source of Python's standard library, without its tests; the first so many characters of it."""
+    """The source of Python's standard library without its tests, cut after `characters` characters."""
     found, length = [], 0
     for path in _sources(Path(sysconfig.get_path("stdlib"))):
         text = path.read_text("utf-8", errors="replace")
@@ -80,7 +80,7 @@ def standard_library(characters: int | None = None) -> Corpus:
 
 
 def _sources(root: Path) -> Iterator[Path]:
-    """Modules in an order that mixes short and long, old and new: by a hash of their names."""
+    """The modules, ordered by a hash of their names, which mixes short and long, old and new."""
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
     names = []
     for folder, inner, files in os.walk(root):
@@ -90,7 +90,7 @@ def _sources(root: Path) -> Iterator[Path]:
 
 
 def from_file(path: Path) -> Corpus:
-    """Any text file in UTF-8."""
+    """A text file in UTF-8."""
     text = path.read_text("utf-8", errors="replace")
     if len(text) < 1000:
         raise ValueError(f"text: expected a file of at least 1000 characters, got {len(text)} in {path}")

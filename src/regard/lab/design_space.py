@@ -1,8 +1,8 @@
-"""The design space: regulariser x marginal x prior x kernel, each cell with its name in the literature, and run.
+"""The design space: regulariser x marginal x prior x kernel. Each cell has its name in the literature and can be run.
 
-A cell is the expression that makes it; what the table says of its parts is read off the object. The tests run every
-cell and certify its plan. `python -m regard.lab.design_space` writes
-docs/design-space.md. To add a cell is to add a line.
+A cell is given by the expression that creates it; the table reads its parts from the object. The tests run every cell
+and certify its plan. `python -m regard.lab.design_space` writes docs/design-space.md. To add a cell, add a line to
+`CELLS`, and its reference to `REFERENCES`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ UNNAMED = "no name known to us"
 
 
 @dataclass(frozen=True)
-class Cell:
+class DesignCell:
     """An attention: a `Transport`, or a module of `regard.features` (with `is_causal` or without)."""
 
     expression: str
@@ -34,81 +34,99 @@ class Cell:
 
     @property
     def made(self) -> Transport | features.Features:
-        torch.manual_seed(0)  # a module draws its directions
+        torch.manual_seed(0)  # a module draws its random directions
         return eval(self.expression, _names())
 
 
-CELLS = [
+CELLS: list[DesignCell] = [
     # --- KL: softmax and its kin
-    Cell("Transport()", "softmax attention; one-sided entropic optimal transport", "Vaswani et al. 2017; Litman 2025"),
-    Cell("Transport(prior=Causal())", "causal (decoder) attention", "Vaswani et al. 2017"),
-    Cell("Transport(prior=Window(2, 2))", "local, sliding-window attention", "Beltagy et al. 2020"),
-    Cell("Transport(prior=Causal() * Window(2))", "causal sliding window", "Jiang et al. 2023 (Mistral)"),
-    Cell("Transport(prior=Causal() * ALiBi(slopes))", "ALiBi", "Press et al. 2022"),
-    Cell("Transport(prior=Bias(log_prior))", "relative position bias", "Raffel et al. 2020 (T5)"),
-    Cell("Transport(prior=Documents(ids))", "packing without cross-contamination", "Krell et al. 2021"),
-    Cell("Transport(temperature=tau)", "softmax with a temperature per head", "Liu et al. 2022 (Swin V2)"),
-    Cell("Transport(temperature=0.0)", "average-hard (saturated) attention", "Merrill et al. 2022"),
-    Cell(
+    DesignCell(
+        "Transport()", "softmax attention; one-sided entropic optimal transport", "Vaswani et al. 2017; Litman 2025"
+    ),
+    DesignCell("Transport(prior=Causal())", "causal (decoder) attention", "Vaswani et al. 2017"),
+    DesignCell("Transport(prior=Window(2, 2))", "local, sliding-window attention", "Beltagy et al. 2020"),
+    DesignCell("Transport(prior=Causal() * Window(2))", "causal sliding window", "Jiang et al. 2023 (Mistral)"),
+    DesignCell("Transport(prior=Causal() * ALiBi(slopes))", "ALiBi", "Press et al. 2022"),
+    DesignCell("Transport(prior=Bias(log_prior))", "relative position bias", "Raffel et al. 2020 (T5)"),
+    DesignCell("Transport(prior=Documents(ids))", "packing without cross-contamination", "Krell et al. 2021"),
+    DesignCell("Transport(temperature=tau)", "softmax with a temperature per head", "Liu et al. 2022 (Swin V2)"),
+    DesignCell("Transport(temperature=0.0)", "average-hard (saturated) attention", "Merrill et al. 2022"),
+    DesignCell(
         "Transport(temperature=MatchEntropy(1.0))",
         "each row at one perplexity, as t-SNE's neighbours",
         "van der Maaten and Hinton 2008",
     ),
-    Cell("Transport(temperature=MatchKL(0.3))", "relative-entropy constraint, as in REPS", "Peters et al. 2010"),
-    Cell("Transport(marginal=Rows(sink=0.0))", "softmax-1, “off by one”", "Miller 2023"),
-    Cell("Transport(marginal=Rows(sink=b))", "learned attention sinks", "OpenAI 2025 (gpt-oss)"),
-    Cell("Transport(prior=Causal(), marginal=Rows(sink=b))", "causal with learned sinks", "OpenAI 2025 (gpt-oss)"),
-    Cell("Transport(marginal=Rows(relax=0.5))", "unbalanced optimal transport, rows relaxed", "Chizat et al. 2018"),
-    Cell("Transport(marginal=Rows(mass=2.0))", "softmax of mass 2", UNNAMED),
-    Cell("Transport(marginal=Free(offset=-math.log(n)))", "the exponential kernel, not normalised", "Tsai et al. 2019"),
+    DesignCell("Transport(temperature=MatchKL(0.3))", "relative-entropy constraint, as in REPS", "Peters et al. 2010"),
+    DesignCell("Transport(marginal=Rows(sink=0.0))", "softmax-1, “off by one”", "Miller 2023"),
+    DesignCell("Transport(marginal=Rows(sink=b))", "learned attention sinks", "OpenAI 2025 (gpt-oss)"),
+    DesignCell(
+        "Transport(prior=Causal(), marginal=Rows(sink=b))", "causal with learned sinks", "OpenAI 2025 (gpt-oss)"
+    ),
+    DesignCell(
+        "Transport(marginal=Rows(relax=0.5))", "unbalanced optimal transport, rows relaxed", "Chizat et al. 2018"
+    ),
+    DesignCell("Transport(marginal=Rows(mass=2.0))", "softmax of mass 2", UNNAMED),
+    DesignCell(
+        "Transport(marginal=Free(offset=-math.log(n)))", "the exponential kernel, not normalised", "Tsai et al. 2019"
+    ),
     # --- Tsallis: sparse plans
-    Cell("Transport(Tsallis(1.5))", "1.5-entmax", "Peters et al. 2019"),
-    Cell("Transport(Tsallis(2.0))", "sparsemax", "Martins and Astudillo 2016"),
-    Cell("Transport(Tsallis(alpha))", "adaptively sparse: alpha-entmax, an alpha per head", "Correia et al. 2019"),
-    Cell("Transport(Tsallis(1.5), prior=Causal())", "causal entmax", "Correia et al. 2019"),
-    Cell("Transport(Tsallis(1.5), prior=Causal() * ALiBi(slopes))", "entmax under ALiBi as a prior", UNNAMED),
-    Cell("Transport(Tsallis(2.0), marginal=Rows(sink=b))", "sparsemax with a sink", UNNAMED),
-    Cell("Transport(Tsallis(2.0), marginal=Free())", "ReLU attention, rectified linear attention", "Zhang et al. 2021"),
-    Cell("Transport(Tsallis(1.5), marginal=Free())", "squared-ReLU attention", "Hua et al. 2022"),
+    DesignCell("Transport(Tsallis(1.5))", "1.5-entmax", "Peters et al. 2019"),
+    DesignCell("Transport(Tsallis(2.0))", "sparsemax", "Martins and Astudillo 2016"),
+    DesignCell(
+        "Transport(Tsallis(alpha))", "adaptively sparse: alpha-entmax, an alpha per head", "Correia et al. 2019"
+    ),
+    DesignCell("Transport(Tsallis(1.5), prior=Causal())", "causal entmax", "Correia et al. 2019"),
+    DesignCell("Transport(Tsallis(1.5), prior=Causal() * ALiBi(slopes))", "entmax under ALiBi as a prior", UNNAMED),
+    DesignCell("Transport(Tsallis(2.0), marginal=Rows(sink=b))", "sparsemax with a sink", UNNAMED),
+    DesignCell(
+        "Transport(Tsallis(2.0), marginal=Free())", "ReLU attention, rectified linear attention", "Zhang et al. 2021"
+    ),
+    DesignCell("Transport(Tsallis(1.5), marginal=Free())", "squared-ReLU attention", "Hua et al. 2022"),
     # --- Fermi-Dirac: weights between 0 and 1
-    Cell("Transport(FermiDirac(), marginal=Free(offset=-math.log(n)))", "sigmoid attention", "Ramapuram et al. 2024"),
-    Cell(
+    DesignCell(
+        "Transport(FermiDirac(), marginal=Free(offset=-math.log(n)))", "sigmoid attention", "Ramapuram et al. 2024"
+    ),
+    DesignCell(
         "Transport(FermiDirac(), prior=Causal(), marginal=Free(offset=-math.log(n)))",
         "causal sigmoid attention",
         "Ramapuram et al. 2024",
     ),
-    Cell(
+    DesignCell(
         "Transport(FermiDirac(), marginal=Rows(mass=2.0))",
         "soft top-m; the limited multi-label projection",
         "Amos et al. 2019",
     ),
-    Cell("Transport(FermiDirac())", "the limited multi-label projection to one label", "Amos et al. 2019"),
+    DesignCell("Transport(FermiDirac())", "the limited multi-label projection to one label", "Amos et al. 2019"),
     # --- a divergence of your own
-    Cell("Transport(chi2)", "Pearson's chi-squared: quadratic regularisation", "Blondel et al. 2018"),
+    DesignCell("Transport(chi2)", "Pearson's chi-squared: quadratic regularisation", "Blondel et al. 2018"),
     # --- both marginals: each key receives its share, too
-    Cell(
+    DesignCell(
         "Transport(marginal=RowsAndColumns(tolerance=1e-12))",
         "Sinkhorn attention, Sinkformer at convergence; entropic optimal transport",
         "Sander et al. 2022; Cuturi 2013",
     ),
-    Cell(
+    DesignCell(
         "Transport(prior=Documents(ids), marginal=RowsAndColumns(tolerance=1e-12))",
         "Sinkhorn attention, packed and padded",
         UNNAMED,
     ),
-    Cell(
+    DesignCell(
         "Transport(marginal=RowsAndColumns(relax=0.5, tolerance=1e-12))",
         "unbalanced optimal transport, columns relaxed",
         "Chizat et al. 2018",
     ),
     # --- kernels of low rank: not optima, but rows that sum to 1, in O(T)
-    Cell("LinearAttention()", "linear transformer, elu + 1", "Katharopoulos et al. 2020"),
-    Cell("LinearAttention()", "linear transformer as an RNN", "Katharopoulos et al. 2020", is_causal=True),
-    Cell("ReLUFeatures()", "ReLU linear attention", "Cai et al. 2023 (EfficientViT)"),
-    Cell("ReLUFeatures(D, 32)", "Performer-ReLU; arc-cosine kernel", "Choromanski et al. 2021; Cho and Saul 2009"),
-    Cell("Performer(D, 32)", "Performer, FAVOR+", "Choromanski et al. 2021"),
-    Cell("Performer(D, 32)", "causal Performer", "Choromanski et al. 2021", is_causal=True),
-    Cell("Performer(D, 32, orthogonal=False)", "positive random features, independent", "Choromanski et al. 2021"),
+    DesignCell("LinearAttention()", "linear transformer, elu + 1", "Katharopoulos et al. 2020"),
+    DesignCell("LinearAttention()", "linear transformer as an RNN", "Katharopoulos et al. 2020", is_causal=True),
+    DesignCell("ReLUFeatures()", "ReLU linear attention", "Cai et al. 2023 (EfficientViT)"),
+    DesignCell(
+        "ReLUFeatures(D, 32)", "Performer-ReLU; arc-cosine kernel", "Choromanski et al. 2021; Cho and Saul 2009"
+    ),
+    DesignCell("Performer(D, 32)", "Performer, FAVOR+", "Choromanski et al. 2021"),
+    DesignCell("Performer(D, 32)", "causal Performer", "Choromanski et al. 2021", is_causal=True),
+    DesignCell(
+        "Performer(D, 32, orthogonal=False)", "positive random features, independent", "Choromanski et al. 2021"
+    ),
 ]
 
 REFERENCES = {
@@ -149,14 +167,14 @@ REFERENCES = {
     "Cho and Saul 2009": "Kernel Methods for Deep Learning, NIPS 2009",
 }
 
-# The plane of regularisers and marginals, without a prior, at temperature 1: all of it, named or not.
+# The plane of regularisers and marginals, without a prior, at temperature 1: every combination, named or not.
 REGULARIZERS = ("KL()", "Tsallis(1.5)", "Tsallis(2.0)", "FermiDirac()")
 MARGINALS = ("Rows()", "Rows(sink=b)", "Rows(mass=2.0)", "Rows(relax=0.5)", "Free(offset=-math.log(n))")
 
 
 @cache
 def _names() -> dict[str, Any]:
-    """What expressions may name; a tensor is one object, so that equal problems are equal."""
+    """The names that expressions can use. Each tensor is one object, so that equal expressions give equal problems."""
     own = {
         "n": T,
         "D": D,
@@ -173,7 +191,7 @@ def _names() -> dict[str, Any]:
 
 
 def _of_distance(table: torch.Tensor) -> torch.Tensor:
-    """[H, 2T - 1], a number for each i - j from 1 - T to T - 1: the bias [H, T, T] of query i and key j."""
+    """The bias [H, T, T] of query i and key j, from a table [H, 2T - 1] with a number for each i - j."""
     positions = torch.arange(T)
     return table[:, positions[:, None] - positions + T - 1]
 
@@ -187,26 +205,26 @@ def _chi2_link(t: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Run:
-    """What came out of a cell: its output, and the worst residual of its plan's certificate (None: not a problem)."""
+class CellRun:
+    """The output of a cell, and the worst residual of its plan's certificate (None for a kernel, which has no plan)."""
 
     out: torch.Tensor
     residual: float | None
 
 
-def run(made: Transport | features.Features, is_causal: bool = False) -> Run:
-    """A small input through the cell, and its certificate."""
+def run_cell(made: Transport | features.Features, is_causal: bool = False) -> CellRun:
+    """Run a cell on a small input, and certify its plan."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, H, T, D, generator=generator, dtype=torch.float64) for _ in range(3))
     if isinstance(made, features.Features):
-        return Run(made(q, k, v, is_causal), None)
+        return CellRun(made(q, k, v, is_causal), None)
     out = regard.attention(q, k, v, problem=made)
     plan = regard.solve(q @ k.mT / math.sqrt(D), made)
-    return Run(out, max(plan.certificate().worst().values()))
+    return CellRun(out, max(plan.certificate().worst().values()))
 
 
 def kind(marginal: Marginal | None) -> str:
-    """The column of the plane that a marginal belongs to."""
+    """The column of the plane to which a marginal belongs."""
     if not isinstance(marginal, Rows):
         return type(marginal).__name__
     parts = {"mass": marginal.mass != 1, "sink": marginal.sink is not None, "relax": marginal.relax is not None}
@@ -214,7 +232,7 @@ def kind(marginal: Marginal | None) -> str:
 
 
 def name_in_plane(regularizer: str, marginal: str) -> str:
-    """What the cell of the plane is called: the names of the first of CELLS that it is, parameters aside."""
+    """The name of a cell of the plane: that of the first of `CELLS` with these parts, whatever their parameters."""
     wanted = eval(f"Transport({regularizer}, marginal={marginal})", _names())
     for cell in CELLS:
         made = cell.made
@@ -225,8 +243,8 @@ def name_in_plane(regularizer: str, marginal: str) -> str:
     return "–"
 
 
-def parts(cell: Cell) -> tuple[str, str, str, str]:
-    """Regulariser, marginal, prior and kernel, in words read off the object."""
+def parts(cell: DesignCell) -> tuple[str, str, str, str]:
+    """The names of regulariser, marginal, prior and kernel, read from the object."""
     made = cell.made
     if isinstance(made, features.Features):
         return "–", "rows", "causal" if cell.is_causal else "–", type(made).__name__
@@ -242,20 +260,20 @@ def parts(cell: Cell) -> tuple[str, str, str, str]:
 
 
 def to_markdown() -> str:
-    """The page."""
+    """The page docs/design-space.md."""
     lines = [
         "# The design space",
         "",
-        "Written by `python -m regard.lab.design_space` from the list in",
-        "[design_space.py](../src/regard/lab/design_space.py). Each line is the expression on it, evaluated: its parts",
-        "are read off the object. The tests run it, and where it is a problem its plan has a certificate (float64,",
-        "residuals below 1e-9). With scores s, prior π and temperature τ the weights are p = π g((s − λ)/τ): the",
-        "regulariser gives g, the marginal λ ([theory](theory.md)). Kernels of low rank replace exp(s) by a product of",
-        "features, in O(T) ([features](features.md)); they solve no problem of this kind.",
+        "This page is written by `python -m regard.lab.design_space` from the list in",
+        "[design_space.py](../src/regard/lab/design_space.py). Every line evaluates its expression and reads the parts",
+        "from the object. The tests run every line and certify the plan of every problem (float64, residuals below",
+        "1e-9). With scores s, prior π and temperature τ the weights are p = π g((s − λ)/τ): the regulariser gives g,",
+        "and the marginal gives λ ([theory](theory.md)). Kernels of low rank replace exp(s) by a product of features,",
+        "in O(T) ([features](features.md)); they are not the optimum of such a problem.",
         "",
         "## Regulariser × marginal",
         "",
-        "Without a prior, at temperature 1. Every cell runs; “–” has no name known to us.",
+        "Without a prior, at temperature 1. Every cell runs; “–” marks a cell for which we know no name.",
         "",
         "| | " + " | ".join(f"`{m}`" for m in MARGINALS) + " |",
         "|---|" + "---|" * len(MARGINALS),
@@ -265,7 +283,7 @@ def to_markdown() -> str:
         lines.append(f"| `{regularizer}` | " + " | ".join(names) + " |")
     lines += [
         "",
-        "A prior multiplies into any of them: `Causal`, `Window`, `ALiBi`, `Bias`, `Documents` and their products.",
+        "Each of them can be combined with a prior: `Causal`, `Window`, `ALiBi`, `Bias`, `Documents` or a product.",
         "",
         "## Every cell with a name",
         "",

@@ -1,13 +1,13 @@
 """From paired runs to a verdict: measured, not significant, or refuted.
 
-An effect is a number per seed, of two runs that share everything but the setting. Its interval is Student's t over the
-seeds. A claim says in which range the effect lies:
+An effect is one number per seed, from two runs that differ only in the setting. Its interval is Student's t over the
+seeds. A claim states the range in which the effect lies:
 
     refuted          the interval and the claimed range have no point in common
     measured         the mean is in the range, and the interval excludes "no effect"
-    not significant  all else: "no effect" is inside the interval too, or there is an effect of unsettled size
+    not significant  otherwise: the interval contains "no effect", or it leaves the size of the effect open
 
-A claim that two things are the same within a range is measured only where the whole interval is inside (`equivalent`).
+A claim that two settings are equal within a range is measured only if the whole interval is inside (`equivalent`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds, and where the true one lies with 95 % confidence."""
+    """A mean over seeds and its 95 % confidence interval."""
 
     mean: float
     low: float
@@ -45,7 +45,7 @@ class Interval:
         return f"{self.mean:.3g}{unit} [{self.low:.3g}, {self.high:.3g}], {self.n} seeds"
 
     def brief(self, digits: int = 3) -> str:
-        """2.24 ± 0.01, half of the interval behind the mean (asymmetric ones: the larger half)."""
+        """2.24 ± 0.01: the mean and half of the interval (of an asymmetric one the larger half)."""
         if not math.isfinite(self.mean):
             return "not finite"
         half = max(self.high - self.mean, self.mean - self.low)
@@ -56,13 +56,13 @@ class Interval:
 
 
 def interval(numbers: Sequence[float], level: float = LEVEL) -> Interval:
-    """The mean and Student's t interval; of one number it is the whole line."""
+    """The mean and Student's t interval; the interval of one number is the whole line."""
     n = len(numbers)
     if n == 0:
         raise ValueError("numbers: expected at least one, got none")
     mean = sum(numbers) / n
     if n > 1 and len(set(numbers)) == 1:
-        return Interval(mean, mean, mean, n)  # also where all are infinite: all diverged
+        return Interval(mean, mean, mean, n)  # also if all are infinite, because every run diverged
     if n == 1 or not math.isfinite(mean):
         return Interval(mean, -math.inf, math.inf, n)
     variance = math.fsum((x - mean) ** 2 for x in numbers) / (n - 1)
@@ -77,7 +77,7 @@ def differences(a: Sequence[float], b: Sequence[float]) -> Interval:
 
 
 def ratios(a: Sequence[float], b: Sequence[float]) -> Interval:
-    """a / b, seed by seed; averaged and bounded as logarithms, so that a/b and b/a agree. Each from 0 to inf."""
+    """a / b, seed by seed; averaged and bounded as logarithms, so that a/b and b/a agree. Each is in [0, inf]."""
     logs = interval([_log(x) - _log(y) for x, y in _pairs(a, b)])
     return Interval(_exp(logs.mean), _exp(logs.low), _exp(logs.high), logs.n)
 
@@ -97,7 +97,7 @@ def _pairs(a: Sequence[float], b: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def verdict(effect: Interval, claimed: tuple[float, float], null: float = 0.0) -> str:
-    """What the interval of an effect says about a claim that it lies in `claimed`; `null` is no effect."""
+    """The verdict on a claim that an effect lies in `claimed`; `null` is the value of no effect."""
     if math.isnan(effect.mean):
         return NOT_SIGNIFICANT
     if _disjoint(effect, claimed):
@@ -106,7 +106,7 @@ def verdict(effect: Interval, claimed: tuple[float, float], null: float = 0.0) -
 
 
 def equivalent(effect: Interval, claimed: tuple[float, float]) -> str:
-    """What the interval says about a claim that the effect is no larger than `claimed`: all of it must be inside."""
+    """The verdict on a claim that an effect is not outside `claimed`: the whole interval must be inside."""
     if math.isnan(effect.mean):
         return NOT_SIGNIFICANT
     if _disjoint(effect, claimed):
@@ -127,7 +127,7 @@ def _differs(effect: Interval, null: float) -> bool:
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim, what was measured about it, and the verdict."""
+    """A claim, the measured effect, and the verdict."""
 
     claim: str
     source: str
@@ -139,7 +139,7 @@ class Judged:
         return asdict(self)
 
 
-def judge(
+def judge_effect(
     claim: str,
     source: str,
     what: str,
@@ -151,9 +151,9 @@ def judge(
     percent: bool = False,
     note: str = "",
 ) -> Judged:
-    """The verdict on a claim that an effect lies in a range, with the effect in words (`percent`: in hundredths).
+    """Judge a claim that an effect lies in the range `claimed`; the effect is given in words too (`percent`: in %).
 
-    `same`: the claim is that there is no effect beyond the range (`equivalent`); `null` is not used.
+    With `same` the claim is that there is no effect outside the range (`equivalent`), and `null` is not used.
     """
     shown = effect.scaled(100).words(" %") if percent else effect.words()
     found = equivalent(effect, claimed) if same else verdict(effect, claimed, null)
@@ -163,10 +163,10 @@ def judge(
 
 
 def withhold(judged: Judged, why: str) -> Judged:
-    """No verdict after all: what the claim presupposes was not found."""
+    """The claim without a verdict, because its precondition was not met."""
     return replace(judged, verdict=NOT_SIGNIFICANT, note=why)
 
 
 def decide(claim: str, source: str, effect: str, holds: bool, note: str = "") -> Judged:
-    """The verdict on a claim that admits no exception and needs no statistics: one case decides."""
+    """Judge a claim that allows no exception: one counterexample decides, without statistics."""
     return Judged(claim, source, effect, MEASURED if holds else REFUTED, note)

@@ -1,10 +1,10 @@
-"""What full runs found, kept small enough to be committed, and the page made of it.
+"""Records of full runs, small enough to be committed, and the page docs/lab.md that shows them.
 
-    python -m regard.lab.results RUNS     keep the full runs of a folder in docs/lab, then write docs/lab.md
-    python -m regard.lab.results          write docs/lab.md from what is kept
+    python -m regard.lab.results RUNS     record the full runs of a folder in docs/lab, then write docs/lab.md
+    python -m regard.lab.results          write docs/lab.md from the records
 
-Of each experiment docs/lab has NAME.json (what was asked, by what it was computed, every cell's result and metrics,
-the conclusion), NAME.csv (a line per cell) and the figures. The page's head, above the mark, is written by hand.
+For each experiment docs/lab holds NAME.json (configuration, versions, the results and metrics of every cell, the
+conclusion), NAME.csv (a line per cell) and the figures. The head of the page, above the mark, is written by hand.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from .experiment import Outcome, Outcomes, finite
 from .experiments import NAMES, load
-from .page import Record, colours_of, provenance, to_svg
-from .runner import Outcome, Outcomes, finite, outcome
+from .figures import Record, colours_of, to_svg
+from .page import provenance
+from .runner import read_outcome
 
 DOCS = Path(__file__).parents[3] / "docs"
 MARK = "<!-- what follows is written by `python -m regard.lab.results` -->\n"
-DIGITS = 9  # of every number that is kept
+DIGITS = 9  # of every recorded number
 
 
-def kept(run: Path) -> Record:
-    """A finished run: every cell, its numbers rounded, and what the experiment concludes from these numbers."""
+def record_of(run: Path) -> Record:
+    """The record of a finished run: every cell with rounded numbers, and the conclusion from these numbers."""
     conclusion = json.loads((run / "conclusion.json").read_text("utf-8"))
     settings = load(conclusion["name"]).settings(conclusion["config"])
     cells = []
     for setting in settings:
         for seed in range(conclusion["config"]["seeds"]):
-            found = outcome(run, setting, seed)
+            found = read_outcome(run, setting, seed)
             if found is None:
                 raise ValueError(f"{run}: expected a finished run, got none of {setting!r} with seed {seed}")
             cells.append(rounded(asdict(found)))
@@ -42,13 +44,13 @@ def kept(run: Path) -> Record:
 
 
 def concluded(conclusion: Record, cells: list[Record]) -> Record:
-    """Verdicts, tables and figures, as the experiment draws them from these cells."""
+    """The verdicts, tables and figures that the experiment concludes from these cells."""
     outcomes = Outcomes([Outcome(**cell) for cell in cells], conclusion["config"])
     return finite(asdict(load(conclusion["name"]).conclude(outcomes)))
 
 
 def rounded(value: Any) -> Any:
-    """The same with every number to so many digits."""
+    """The value with every number rounded to `DIGITS` digits."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, dict):
@@ -57,7 +59,7 @@ def rounded(value: Any) -> Any:
 
 
 def to_csv(cells: list[Record]) -> str:
-    """A line per cell: the setting, the seed, and every result that is one number or word."""
+    """A line per cell: the setting, the seed, and every result that is a single number or word."""
     plain = [{n: v for n, v in c["result"].items() if not isinstance(v, list | dict)} for c in cells]
     names = list(dict.fromkeys(name for result in plain for name in result))
     text = io.StringIO()
@@ -68,17 +70,18 @@ def to_csv(cells: list[Record]) -> str:
     return text.getvalue()
 
 
-def _row(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |\n"
-
-
 def _plain(text: str) -> str:
-    """A record's words, none of which Markdown takes for its own."""
+    """The text with Markdown's special characters escaped."""
     return re.sub(r"([\\`*_<|])", r"\\\1", text).replace("](", "]\\(").replace("\n", " ")
 
 
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
 def _table(header: list[str], rows: list[list[str]]) -> str:
-    return _row(*header) + "|" + "---|" * len(header) + "\n" + "".join(_row(*row) for row in rows) + "\n"
+    lines = [_row(header), "|" + "---|" * len(header), *map(_row, rows)]
+    return "\n".join(lines) + "\n\n"
 
 
 def _effect(verdict: Record) -> str:
@@ -86,7 +89,7 @@ def _effect(verdict: Record) -> str:
 
 
 def to_markdown(records: list[Record]) -> str:
-    """What is below the mark: all verdicts, then every experiment. Figures are those of `files`."""
+    """The part of the page below the mark: all verdicts, then every experiment. The figures are those of `files`."""
     rows = [
         [f"[{r['name']}](#{r['name']})", _plain(f"{v['claim']} ({v['source']})"), _effect(v), f"**{v['verdict']}**"]
         for r in records
@@ -115,7 +118,7 @@ def figure_name(record: Record, figure: Record) -> str:
 
 
 def files(record: Record) -> dict[str, str]:
-    """What docs/lab has of an experiment, by name."""
+    """The files of an experiment in docs/lab, by name."""
     conclusion = record["conclusion"]
     name, colours = conclusion["name"], colours_of(conclusion)
     text = json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -124,8 +127,8 @@ def files(record: Record) -> dict[str, str]:
     return {f"{name}.json": text + "\n", f"{name}.csv": to_csv(record["cells"]), **drawn}
 
 
-def read(folder: Path) -> list[Record]:
-    """What is kept, in the order of `regard lab list`."""
+def read_records(folder: Path) -> list[Record]:
+    """The records of a folder, in the order of `regard lab list`."""
     found = [json.loads(path.read_text("utf-8")) for path in folder.glob("*.json")]
     return sorted(found, key=lambda record: NAMES.index(record["conclusion"]["name"]))
 
@@ -136,13 +139,13 @@ def main(arguments: list[str]) -> None:
     for runs in arguments:
         for path in sorted(Path(runs).glob("*/conclusion.json")):
             if json.loads(path.read_text("utf-8"))["profile"] == "full":
-                record = kept(path.parent)
+                record = record_of(path.parent)
                 for old in folder.glob(f"{record['conclusion']['name']}-*.svg"):
                     old.unlink()
                 for name, text in files(record).items():
                     (folder / name).write_text(text, encoding="utf-8")
     head = page.read_text("utf-8").partition(MARK)[0] if page.exists() else "# What the lab measured\n\n"
-    page.write_text(head + MARK + "\n" + to_markdown([r["conclusion"] for r in read(folder)]), encoding="utf-8")
+    page.write_text(head + MARK + "\n" + to_markdown([r["conclusion"] for r in read_records(folder)]), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""SmolLM2, a language model of 135 million parameters, as what an experiment looks at, and a text as its tokens."""
+"""SmolLM2, a language model of 135 million parameters, as the subject of an experiment, and texts as its tokens."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .corpus import Corpus
-from .runner import Config, Refused
+from .experiment import Config, LabError
 
 NAME = "SmolLM2"
 OWN = "own"  # the experiment's own small model
 
 
 def models(config: Config) -> list[str]:
-    """Which of the two models are wanted."""
+    """The models that the configuration names: one of the two, or both."""
     found = config["models"]
     if not found or not all(name in (OWN, NAME) for name in found) or len(set(found)) < len(found):
-        raise Refused(f'--set models: expected "{OWN}", "{NAME}" or both, got {found}')
+        raise LabError(f'--set models: expected "{OWN}", "{NAME}" or both, got {found}')
     return found
 
 
 @functools.cache
 def loaded() -> tuple[Any, Any]:
-    """The model and its tokenizer. Reading them takes longer than a small cell: the cells of a process share them, and
-    leave them as they found them."""
+    """The model and its tokenizer. Loading them takes longer than a small cell, so the cells of a process share them;
+    every cell restores what it changes."""
     try:
         from .. import hf
 
         model, tokenizer = hf.load("smollm2")
     except (ImportError, OSError, ValueError) as problem:
-        raise Refused(f'models: {NAME} cannot be loaded ({problem}); --set models=["{OWN}"] leaves it out') from None
+        raise LabError(f'models: {NAME} cannot be loaded ({problem}); --set models=["{OWN}"] leaves it out') from None
     return model, tokenizer
 
 
@@ -48,7 +48,7 @@ def pieces(
     """Random pieces of the training part (or of "validation") as the model's tokens, [count, length + 1]."""
     tokens = _tokens(tokenizer, corpus.text[: corpus.split] if part == "train" else corpus.text[corpus.split :])
     if len(tokens) <= length:
-        raise Refused(f"length: expected less than the {len(tokens)} tokens of {corpus.name} ({part}), got {length}")
+        raise LabError(f"length: expected less than the {len(tokens)} tokens of {corpus.name} ({part}), got {length}")
     begins = torch.randint(len(tokens) - length, (count, 1), generator=generator)
     return tokens[begins + torch.arange(length + 1)]
 

@@ -1,9 +1,9 @@
-"""Training as every experiment does it: AdamW, a warm start and a cosine, validation on fixed pieces of text.
+"""Training, the same in every experiment: AdamW, warmup and cosine decay, validation on fixed pieces of text.
 
-The model is on the cell's device; batches are drawn on the CPU, so that they are the same everywhere, and moved.
+The model is on the cell's device. Batches are drawn on the CPU, so that they are the same for every device, and moved.
 
-It can be stopped after any step and goes on bit for bit as if it had not been: a checkpoint holds the weights, the
-optimizer's moments, the states of all random generators and the sums that the next line of metrics is made of.
+Training can be stopped after any step and continues bit for bit as if it had not been. A checkpoint holds the weights,
+the optimizer's moments, the states of all random generators and the sums behind the next line of metrics.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from ..operator import attention
 from ..statistics import AuxRequest
 from . import distributed
 from .corpus import Corpus
+from .experiment import Cell, Config, Stopped
 from .judging import Interval, interval
-from .runner import Cell, Config, Stopped
 
-Batch = tuple[Tensor, Tensor]  # tokens and what is to be predicted from them, [B, T] each; negative: nothing
+Batch = tuple[Tensor, Tensor]  # tokens and targets, [B, T] each; a negative target is ignored
 
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained; what is not named by an experiment is nanoGPT's setting for small models."""
+    """The settings of a training. The defaults are nanoGPT's for small models."""
 
     steps: int
     every: int  # steps between two lines of metrics
     rate: float = 1e-3
-    floor: float = 0.1  # the last learning rate, relative to the highest
+    floor: float = 0.1  # the final learning rate, relative to the highest
     warmup: int = 100
     decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.99)
@@ -50,12 +50,12 @@ class Training:
 
     @classmethod
     def of(cls, config: Config) -> Training:
-        """The fields that a configuration names."""
+        """The settings that a configuration names; the others have their defaults."""
         return cls(**{name: config[name] for name in cls.__dataclass_fields__ if name in config})
 
 
 def optimizer_for(model: nn.Module, training: Training) -> torch.optim.AdamW:
-    """AdamW; only the matrices of layers and embeddings decay, not what a problem learns (a temperature, a prior)."""
+    """AdamW. Weight decay acts on the matrices of layers and embeddings only, not on a learned temperature or prior."""
     decaying, others = [], []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -67,7 +67,7 @@ def optimizer_for(model: nn.Module, training: Training) -> torch.optim.AdamW:
 
 @dataclass(frozen=True)
 class Trained:
-    """How a training went. A loss that was not finite ended it (`diverged_at`)."""
+    """The metrics of a training. A loss that is not finite ends the training at step `diverged_at`."""
 
     metrics: list[dict[str, Any]]
     seconds: float
@@ -89,10 +89,10 @@ def train(
 ) -> Trained:
     """Train the model of a cell, from its checkpoint if it has one.
 
-    `draw` makes a batch from a generator that depends on the seed alone: all settings see the same batches.
-    `evaluate` is asked every `training.every` steps; what it says is logged with the training loss since then.
-    Several processes (`distributed`) share every batch. With precision bf16 what is multiplied is bfloat16 (autocast);
-    weights, moments and sums are float32.
+    `draw` makes a batch from a generator that depends on the seed alone, so all settings see the same batches.
+    `evaluate` is called every `training.every` steps; its results are logged with the training loss since then.
+    Several processes (`distributed`) share every batch. With precision bf16 products are computed in bfloat16
+    (autocast), while weights, moments and sums stay in float32.
     """
     model.to(cell.device)
     optimizer = optimizer_for(model, training)
@@ -102,7 +102,7 @@ def train(
     found = cell.restore()
     if found is not None:
         facts = found[1]
-        _put_back(found[0], model, optimizer, generator, cell.device)
+        _load_state(found[0], model, optimizer, generator, cell.device)
         step, total, norms, seen = facts["step"], facts["total"], facts["norms"], facts["seen"]
         seconds, diverged_at = facts["seconds"], facts["diverged_at"]
     began = saved = time.perf_counter()
@@ -127,10 +127,10 @@ def train(
         found = None
         if step == training.steps:
             break
-        if distributed.agree(cell.stopping()):
+        if distributed.from_first(cell.stopping()):
             save()
             raise Stopped
-        if time.perf_counter() - saved > save_every:  # the first process writes, by its own clock
+        if time.perf_counter() - saved > save_every:  # each process has its own clock; only the first writes
             save()
             saved = time.perf_counter()
         tokens, targets = (distributed.share(t).to(cell.device) for t in draw(generator))
@@ -150,7 +150,7 @@ def train(
         step, total, norms, seen = step + 1, total + value, norms + norm, seen + 1
         cell.advance(step, training.steps)
     save()
-    distributed.agree(None)  # all is written
+    distributed.wait_for_all()
     return Trained(cell.metrics(), seconds + time.perf_counter() - began, diverged_at)
 
 
@@ -161,16 +161,16 @@ def _precision(cell: Cell) -> AbstractContextManager[object]:
 def _state(
     model: nn.Module, optimizer: torch.optim.AdamW, generator: torch.Generator, device: torch.device
 ) -> dict[str, Tensor]:
-    """Everything that the next step depends on, as named tensors."""
+    """Everything on which the next step depends, as named tensors."""
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     for number, moments in optimizer.state_dict()["state"].items():
         state |= {f"optimizer.{number}.{name}": tensor for name, tensor in moments.items()}
-    if device.type == "cuda":  # of dropout, there
+    if device.type == "cuda":  # the generator of dropout
         state["random.device"] = torch.cuda.get_rng_state(device)
     return state | {"random.global": torch.get_rng_state(), "random.batches": generator.get_state()}
 
 
-def _put_back(
+def _load_state(
     state: dict[str, Tensor],
     model: nn.Module,
     optimizer: torch.optim.AdamW,
@@ -194,7 +194,7 @@ def _put_back(
 
 
 def text_model(cell: Cell, **changes: Any) -> Transformer:
-    """A model of the configured size for the cell's text; where shapes agree, the same seed gives the same weights."""
+    """A model of the configured size for the cell's text. Where shapes agree, the same seed gives the same weights."""
     config = cell.config
     torch.manual_seed(cell.seed)
     sizes = {name: config[name] for name in ("layers", "heads", "width") if name in config}
@@ -227,9 +227,9 @@ def train_on_text(
     model: Transformer,
     also: Callable[[Transformer, Tensor], dict[str, float]] | None = None,
 ) -> Trained:
-    """Train on the cell's text as configured; "val" is the loss on `evaluate` pieces that are never trained on.
+    """Train on the cell's text as configured. "val" is the loss on `evaluate` pieces of the held-out part.
 
-    `also` measures more from a few of those pieces, [8, length].
+    `also` computes further metrics from a few of those pieces, [8, length].
     """
     pieces = validation(cell.corpus, cell.config["evaluate"], cell.config["length"]).to(cell.device)
 
@@ -241,7 +241,7 @@ def train_on_text(
 
 
 def plan_statistics(model: Transformer, tokens: Tensor, *names: str) -> dict[str, Tensor]:
-    """Statistics of every head's plan (`AuxRequest`'s fields), averaged over the queries: [layers, H] each."""
+    """Statistics of every head's plan, by their names in `AuxRequest`, averaged over the queries: [layers, H] each."""
     request = AuxRequest(**dict.fromkeys(names, True))
     found: dict[str, list[Tensor]] = {name: [] for name in names}
     tokens = tokens.to(model.token.weight.device)
@@ -254,9 +254,9 @@ def plan_statistics(model: Transformer, tokens: Tensor, *names: str) -> dict[str
 
 
 def perplexity_change(a: Sequence[float], b: Sequence[float]) -> Interval:
-    """How much higher the perplexity of losses a is than that of b, seed by seed: 0.05 is 5 % worse."""
+    """How much higher the perplexity of the losses a is than that of b, seed by seed: 0.05 is 5 % worse."""
     return interval([_relative(x - y) for x, y in zip(a, b, strict=True)])
 
 
 def _relative(difference: float) -> float:
-    return math.inf if difference >= 700 else math.expm1(difference)  # nan where both diverged
+    return math.inf if difference >= 700 else math.expm1(difference)  # NaN if both diverged

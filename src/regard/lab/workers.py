@@ -1,4 +1,7 @@
-"""The cells of a run on several processes of this machine: each computes whole cells, so results are the same."""
+"""Computes the cells of a run on several processes of this machine.
+
+A cell is computed by one process from beginning to end, so the results are those of a run without workers.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,25 @@ from typing import Any
 
 import torch
 
-from .runner import Run, Stopped
+from .experiment import Stopped
+from .runner import Run
 
-_given: dict[str, Any] = {}  # what a worker was started with
+_given: dict[str, Any] = {}  # the run and the stop event that a worker process received when it started
 _busy = threading.Lock()
 
 
 def _begin(run: Run, stop: Any, threads: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process says when to stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the first process decides when to stop
     torch.set_num_threads(threads)
     _given.update(run=run, stop=stop)
-    threading.Thread(target=_end_with_the_first, daemon=True).start()
+    threading.Thread(target=_exit_with_first_process, daemon=True).start()
 
 
-def _end_with_the_first() -> None:
-    """A first process that was killed tells nobody: its workers write their checkpoints and end by themselves."""
+def _exit_with_first_process() -> None:
+    """When the first process has ended, let the current cell write its checkpoint, then exit.
+
+    A first process that is killed cannot notify its workers, so each worker watches it.
+    """
     first = multiprocessing.parent_process()
     assert first is not None
     first.join()
@@ -36,9 +43,9 @@ def _end_with_the_first() -> None:
 
 
 def _measure(setting: str, seed: int) -> bool:
-    """Whether the cell was finished."""
+    """Compute one cell in a worker process; whether it was finished."""
     with _busy:
-        if _given["stop"].is_set():  # it was on its way here already, and would leave a checkpoint of no steps
+        if _given["stop"].is_set():  # sent before the stop; starting it would only leave a checkpoint of no steps
             return False
         try:
             _given["run"].measure(setting, seed, stopping=_given["stop"].is_set)
@@ -47,13 +54,13 @@ def _measure(setting: str, seed: int) -> bool:
         return True
 
 
-def measure_all(
+def measure_on_workers(
     run: Run,
     workers: int,
-    advanced: Callable[[], object] = lambda: None,
+    cell_finished: Callable[[], object] = lambda: None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Compute every cell that is not finished; False if it was to stop before. `advanced` is told of each that is."""
+    """Compute every unfinished cell and call `cell_finished` after each; False if `stopping()` came first."""
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
     left = [cell for cell in run.cells() if run.result(*cell) is None]
@@ -67,9 +74,9 @@ def measure_all(
             done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
             for future in done:
                 finished &= not future.cancelled() and future.result()
-                advanced()
+                cell_finished()
             if stopping() and not stop.is_set():
-                stop.set()  # those that run write a checkpoint, those that wait never begin
+                stop.set()  # running cells write a checkpoint, waiting cells do not start
                 finished = False
                 for future in waiting:
                     future.cancel()

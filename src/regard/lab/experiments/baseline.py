@@ -1,4 +1,4 @@
-"""nanoGPT's published setting for a CPU: the same loss, and the time of a step against stock attention."""
+"""nanoGPT's published setting for a CPU: its loss, and the time of a training step relative to stock attention."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...nn import Transformer
-from ..judging import differences, interval, judge
-from ..runner import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Stopped, Table
+from ..experiment import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Stopped, Table
+from ..judging import differences, interval, judge_effect
 from ..training import Training, optimizer_for, text_model, train_on_text
 
 SOURCE = "nanoGPT's README: Shakespeare by characters, on a CPU"
-SHAKESPEARE = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"  # tinyshakespeare's input.txt
+SHAKESPEARE = (
+    "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"  # sha256 of tinyshakespeare's input.txt
+)
 PUBLISHED = 1.88
 
 
@@ -30,7 +32,7 @@ def stock_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
 
 def measure(cell: Cell) -> dict[str, Any]:
     if cell.setting == "time":
-        return {"ratios": {str(length): race(cell, length) for length in cell.config["lengths"]}}
+        return {"ratios": {str(length): time_ratios(cell, length) for length in cell.config["lengths"]}}
     model = text_model(cell, attention=stock_attention if cell.setting == "stock SDPA" else None)
     trained = train_on_text(cell, model)
     return {
@@ -40,8 +42,8 @@ def measure(cell: Cell) -> dict[str, Any]:
     }
 
 
-def race(cell: Cell, length: int) -> list[float]:
-    """Time of some training steps with regard relative to stock attention, again and again, in turns."""
+def time_ratios(cell: Cell, length: int) -> list[float]:
+    """The time of some training steps with regard relative to stock attention: a ratio for each turn."""
     config = cell.config
     training = Training.of(config)
     sides = []
@@ -54,13 +56,13 @@ def race(cell: Cell, length: int) -> list[float]:
 
     def steps(side: int, pieces: list[Tensor]) -> float:
         model, optimizer = sides[side]
-        _wait_for(cell.device)
+        _synchronize(cell.device)
         began = time.perf_counter()
         for piece in pieces:
             optimizer.zero_grad()
             model.loss(piece).backward()
             optimizer.step()
-        _wait_for(cell.device)
+        _synchronize(cell.device)
         return time.perf_counter() - began
 
     found = []
@@ -71,13 +73,13 @@ def race(cell: Cell, length: int) -> list[float]:
         pieces = [piece.to(cell.device) for piece in drawn]
         order = (0, 1) if turn % 2 else (1, 0)
         times = {side: steps(side, pieces) for side in order}
-        if turn:  # the first one warms up
+        if turn:  # the first turn warms up
             found.append(times[0] / times[1])
     return found
 
 
-def _wait_for(device: torch.device) -> None:
-    """A GPU is given work without waiting for it to be done."""
+def _synchronize(device: torch.device) -> None:
+    """Wait until a GPU has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -85,7 +87,7 @@ def _wait_for(device: torch.device) -> None:
 def conclude(outcomes: Outcomes) -> Conclusion:
     ours, theirs = (outcomes.values(s, "val") for s in ("regard", "stock SDPA"))
     verdicts = [
-        judge(
+        judge_effect(
             "With regard a model learns what it learns with stock attention (within 0.02 nats)",
             "ours",
             "loss with regard minus loss with stock SDPA, nats",
@@ -96,7 +98,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
     ]
     if outcomes.each("regard")[0].result["shakespeare"]:
         verdicts.append(
-            judge(
+            judge_effect(
                 f"Validation loss {PUBLISHED} on tinyshakespeare (within 0.03)",
                 SOURCE,
                 f"loss minus {PUBLISHED}, nats",
@@ -108,7 +110,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
     lengths = outcomes.config["lengths"]
     medians = {n: [median(o.result["ratios"][str(n)]) for o in outcomes.each("time")] for n in lengths}
     verdicts += [
-        judge(
+        judge_effect(
             f"Training with regard is never slower than with stock SDPA at T = {n} (within 3 %)",
             "ours",
             "time of a training step relative to stock SDPA, median over turns",

@@ -1,4 +1,4 @@
-"""What a model learns when the future is not forbidden by −∞: its loss falls, and it cannot write."""
+"""Training without a mask of −∞: the loss falls, because the future leaks, and the model cannot write."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ...nn import Transformer
-from ...nn.variants import mask_to_zero, no_mask
-from ..judging import decide, differences, interval, judge
-from ..runner import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Table
+from ..experiment import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Table
+from ..judging import decide, differences, interval, judge_effect
 from ..training import text_model, train_on_text, validation
+from ..variants import mask_to_zero, no_mask
 
 SOURCE = "003, “Causal Masking” and brain teaser #4"
 ATTENTIONS = {"minus infinity": None, "mask to zero": mask_to_zero, "no mask": no_mask}
@@ -32,13 +32,13 @@ def measure(cell: Cell) -> dict[str, Any]:
 
 @torch.no_grad()
 def losses(model: Transformer, pieces: Tensor) -> tuple[float, float]:
-    """Loss of the same predictions, with the rest of the text in view of whoever looks, and with nothing after them.
+    """The loss of the same predictions with the rest of the text as input, and with no input after them.
 
-    The second is what the model can do when it writes: there, the future does not exist yet.
+    The second is the loss when the model writes: then the future does not exist yet.
     """
     tokens, targets = pieces[:, :-1], pieces[:, 1:]
     T = tokens.shape[1]
-    positions = torch.arange(T // 2, T - 1, max(1, T // 16))  # not the last: there is no future to be seen from it
+    positions = torch.arange(T // 2, T - 1, max(1, T // 16))  # not the last, which has no future
     inside = model(tokens)[:, positions]
     alone = torch.stack([model(tokens[:, : i + 1])[:, -1] for i in positions.tolist()], 1)
     wanted = targets[:, positions]
@@ -48,7 +48,7 @@ def losses(model: Transformer, pieces: Tensor) -> tuple[float, float]:
 
 @torch.no_grad()
 def leak(model: Transformer, pieces: Tensor) -> float:
-    """Mean change (total variation) of the predictions of the first half when the second half is another text."""
+    """The mean change (total variation) of the predictions in the first half when the second half is another text."""
     tokens = pieces[:, :-1]
     half = tokens.shape[1] // 2
     other = torch.cat([tokens[:, :half], tokens.roll(1, 0)[:, half:]], 1)
@@ -63,14 +63,14 @@ def conclude(outcomes: Outcomes) -> Conclusion:
     }
     largest = max(outcomes.values("minus infinity", "leak"))
     verdicts = [
-        judge(
+        judge_effect(
             "No masking → information leakage from future tokens",
             SOURCE,
             "loss when writing minus loss in training, nats per character",
             gaps["no mask"],
             (0.01, float("inf")),
         ),
-        judge(
+        judge_effect(
             "Scores of the future set to 0 instead of −∞ let it through",
             SOURCE,
             "loss when writing minus loss in training, nats per character",

@@ -1,4 +1,4 @@
-"""Rows and columns: where the answer is a permutation, and where all must read one place."""
+"""Rows and columns: one task whose answer is a permutation, and one in which all queries must read the same key."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import torch
 from ...nn import Transformer
 from ...problem import RowsAndColumns, Transport
 from ...regularizers import Tsallis
-from ..judging import Interval, Judged, differences, interval, judge, withhold
-from ..runner import Cell, Conclusion, Config, Experiment, Outcomes, Refused
-from ..training import Batch, Training, train
-from .recall import accuracies, accuracy
+from ..experiment import Cell, Conclusion, Config, Experiment, LabError, Outcomes
+from ..judging import Interval, Judged, differences, interval, judge_effect, withhold
+from ..tasks import accuracies, measure_task, task_settings
+from ..training import Batch
 
 SORTS = "ours; Cuturi, Teboul and Vert 2019: sorting is transport on a line"
 HUB = "ours, docs/sinkhorn.md: no key can be a hub"
 SINKFORMER = "ours; Sander et al. 2022 take 3 to 5 normalisations"
-NEAR = 0.02  # of accuracy: as good as the same
+NEAR = 0.02  # a difference in accuracy that counts as none
 SOLVED = 0.9  # the mean accuracy above which a task is learned
 
 
 def sorting(count: int, config: Config, generator: torch.Generator) -> Batch:
-    """Different numbers in any order; place i is to tell the i-th smallest."""
+    """Different numbers in any order; the target at place i is the i-th smallest."""
     numbers = torch.rand(count, config["symbols"], generator=generator).argsort(1)[:, : config["length"]]
     return numbers, numbers.sort(1).values
 
 
 def telling(count: int, config: Config, generator: torch.Generator) -> Batch:
-    """Letters, one of them marked (as a token of its own); every place is to tell that one."""
+    """Letters, one of them marked (as a token of its own); the target at every place is the marked letter."""
     length, symbols = config["length"], config["symbols"]
     letters = torch.randint(symbols, (count, length), generator=generator)
     where = torch.randint(length, (count, 1), generator=generator)
@@ -52,24 +52,18 @@ def problem_named(rule: str, config: Config) -> Transport:
 
 def settings(config: Config) -> list[str]:
     if config["symbols"] < config["length"]:
-        raise Refused(f"--set symbols: expected at least length={config['length']}, got {config['symbols']}")
-    return [f"{task}: {rule}" for task in TASKS for rule in config["rules"]]
+        raise LabError(f"--set symbols: expected at least length={config['length']}, got {config['symbols']}")
+    return task_settings(TASKS, config)
 
 
 def measure(cell: Cell) -> dict[str, Any]:
-    name, rule = cell.setting.split(": ")
-    task, config = TASKS[name], cell.config
-    tested = [t.to(cell.device) for t in task(config["evaluate"], config, torch.Generator().manual_seed(10**6))]
-    torch.manual_seed(cell.seed)
-    sizes = {n: config[n] for n in ("layers", "heads", "width")}
-    problem = problem_named(rule, config)
-    model = Transformer(2 * config["symbols"], config["length"], causal=False, problem=problem, **sizes)
+    config = cell.config
 
-    def evaluate(model: Transformer) -> dict[str, float]:
-        return {"accuracy": accuracy(model, *tested)}
+    def model_for(rule: str, length: int) -> Transformer:
+        sizes = {name: config[name] for name in ("layers", "heads", "width")}
+        return Transformer(2 * config["symbols"], length, causal=False, problem=problem_named(rule, config), **sizes)
 
-    trained = train(cell, model, Training.of(config), lambda g: task(config["batch"], config, g), evaluate)
-    return {"accuracy": trained.metrics[-1].get("accuracy") or 0.0, "seconds": trained.seconds}
+    return measure_task(cell, TASKS, model_for)
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
@@ -80,7 +74,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
 
     def judged(claim: str, source: str, task: str, more: str, less: str, claimed: tuple[float, float]) -> Judged:
         what = f"{task}: accuracy of {more} minus that of {less}, in points of 1"
-        found = judge(claim, source, what, gap(task, more, less), claimed, same=claimed[0] < 0)
+        found = judge_effect(claim, source, what, gap(task, more, less), claimed, same=claimed[0] < 0)
         if any(interval(outcomes.values(f"{task}: {rule}", "accuracy")).mean > SOLVED for rule in (more, less)):
             return found
         return withhold(found, "Neither of the two learned the task: it tells nothing.")

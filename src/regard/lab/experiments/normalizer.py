@@ -1,4 +1,4 @@
-"""What may stand in softmax's place: which rules train at all, at what loss, and how fast."""
+"""Replacements of softmax: which rules train at all, with what loss, and how fast."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch
 
 from ...features import LinearAttention, Performer
 from ...nn import Transformer
-from ...nn.variants import raw_dot_products, relu_features, relu_normalisation, row_sum_normalisation
 from ...problem import Free, Transport
 from ...regularizers import FermiDirac, Tsallis
-from ..judging import decide, interval, judge
-from ..runner import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Table
+from ..experiment import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Table
+from ..judging import decide, interval, judge_effect
 from ..training import perplexity_change, text_model, train_on_text
+from ..variants import raw_dot_products, relu_features, relu_normalisation, row_sum_normalisation
 
 SOURCE = "003, brain teasers #1 and #3"
 
 
 def attention_named(name: str, config: Config) -> dict[str, Any]:
-    """The arguments of `Transformer` for one row of the comparison; then `draw_directions`."""
+    """The arguments of `Transformer` for one rule. Call `draw_directions` on the model afterwards."""
     problems = {
         "softmax": Transport(),
         "entmax-1.5": Transport(Tsallis(1.5)),
         "sparsemax": Transport(Tsallis(2.0)),
-        # b = -log n, so that the weights of a row sum to about 1 at first
+        # the offset -log n makes the weights of a row sum to about 1 at the start
         "sigmoid": Transport(FermiDirac(), marginal=Free(offset=-math.log(config["length"]))),
     }
     attentions = {
@@ -35,14 +35,14 @@ def attention_named(name: str, config: Config) -> dict[str, Any]:
         "raw dot products": raw_dot_products,
         "linear (elu + 1)": LinearAttention(),
     }
-    if name == "Performer":  # with a generator: the model's weights are drawn as for the others
+    if name == "Performer":  # with a generator of its own, so that the model's weights are those of the other rules
         dim = config["width"] // config["heads"]
         return {"attention": Performer(dim, 4 * dim, generator=torch.Generator().manual_seed(0))}
     return {"problem": problems[name]} if name in problems else {"attention": attentions[name]}
 
 
 def draw_directions(model: Transformer, seed: int) -> Transformer:
-    """The model, each layer's Performer with directions of its own, by the seed (layers begin as copies of one)."""
+    """Give the Performer of each layer its own random directions, by the seed (the layers are created as copies)."""
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         if isinstance(module, Performer):
@@ -76,7 +76,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
     def claim(rule: str, text: str, claimed: tuple[float, float], note: str = "") -> list:
         if rule not in worse:
             return []
-        return [judge(text, SOURCE, f"{rule}: {what}", worse[rule], claimed, percent=True, note=note)]
+        return [judge_effect(text, SOURCE, f"{rule}: {what}", worse[rule], claimed, percent=True, note=note)]
 
     verdicts = [
         *claim(

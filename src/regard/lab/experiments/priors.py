@@ -1,4 +1,4 @@
-"""Priors that tell near from far: trained on short text, read on text up to four times as long."""
+"""Priors over distance: models trained on short text are tested on text up to four times as long."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ...operator import attention
-from ...priors import ALiBi, Bias
-from ...problem import Transport
-from ..judging import interval, judge
-from ..runner import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Table
+from ...problem import ALiBi, Bias, Transport
+from ..experiment import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Table
+from ..judging import interval, judge_effect
 from ..training import mean_loss, text_model, train_on_text, validation
 
 SOURCE = "Press et al. 2021 (arXiv 2108.12409); priors as in 002"
@@ -20,7 +19,7 @@ TIMES = (1, 2, 4)
 
 
 class OffsetPrior(nn.Module):
-    """Softmax with a prior that each head learns: for each distance below `length`, the last for all beyond."""
+    """Softmax with a learned prior per head: a number for each distance below `length`, whose last holds beyond."""
 
     def __init__(self, heads: int, length: int) -> None:
         super().__init__()
@@ -34,7 +33,7 @@ class OffsetPrior(nn.Module):
 
 
 def slopes(heads: int) -> Tensor:
-    """ALiBi's own: 2^(-8/H), 2^(-16/H), ..."""
+    """The slopes of the ALiBi paper: 2^(-8/H), 2^(-16/H), ..."""
     return 2.0 ** (-8.0 * torch.arange(1, heads + 1) / heads)
 
 
@@ -73,7 +72,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
         what = f"loss at {times}x the training length minus that at 1x, nats"
         for prior in ("ALiBi", "learned offsets"):
             verdicts.append(  # noqa: PERF401
-                judge(
+                judge_effect(
                     f"With {prior}, a model trained on short text reads longer text as well (within 0.02 nats)",
                     SOURCE,
                     what,
@@ -83,7 +82,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
                 )
             )
         verdicts.append(
-            judge(
+            judge_effect(
                 "With a uniform prior and no positions it does not",
                 SOURCE,
                 what,

@@ -1,4 +1,4 @@
-"""Precise selection: tasks whose answer stands at one place of the context, for softmax and what may replace it."""
+"""Precise selection: tasks whose answer is at one place of the context, for softmax and its replacements."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...nn import Transformer
-from ..judging import Interval, Judged, differences, interval, judge, withhold
-from ..runner import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Table
-from ..training import Batch, Training, train
+from ..experiment import Cell, Conclusion, Config, Experiment, Outcomes
+from ..judging import Interval, Judged, differences, interval, judge_effect, withhold
+from ..tasks import accuracies, measure_task, task_settings
+from ..training import Batch
 from .normalizer import attention_named, draw_directions
 
 SOURCE = "003, brain teaser #3: “Real-world case study”"
 LINEAR = ("linear (elu + 1)", "Performer", "ReLU features")
-SOLVED = 0.9  # softmax's mean accuracy above which a task tells who can select
+SOLVED = 0.9  # the mean accuracy of softmax above which a task tells which rules can select
 
 
 def recall(count: int, config: Config, generator: torch.Generator) -> Batch:
-    """Multi-query associative recall: pairs of a key and a value, then every key again, in another order: which value?
+    """Multi-query associative recall: pairs of a key and a value, then every key again in another order; the target is
+    its value.
 
-    Tokens [count, 2 pairs]. A pair is one token, so that one look suffices: what is tested is whether it finds the
-    place. Values are tokens 0, 1, ..., then come the keys, then the pairs; no key stands twice among the pairs.
+    Tokens [count, 2 pairs]. A pair is one token, so that one attention step suffices: the task tests whether the model
+    finds the place. Tokens 0, 1, ... are the values, then come the keys, then the pairs; the keys of the pairs differ.
     """
     pairs, symbols, kinds = config["pairs"], config["symbols"], config["values"]
     keys = torch.rand(count, symbols, generator=generator).argsort(1)[:, :pairs]
@@ -34,7 +35,7 @@ def recall(count: int, config: Config, generator: torch.Generator) -> Batch:
 
 
 def copying(count: int, config: Config, generator: torch.Generator) -> Batch:
-    """A random word, a mark, and the word again: every letter of the second time is asked for."""
+    """A random word, a mark, and the word again; the targets are the letters of the second copy."""
     length, symbols = config["pairs"], config["symbols"]
     word = torch.randint(symbols, (count, length), generator=generator)
     mark = torch.full((count, 1), symbols)
@@ -45,7 +46,7 @@ def copying(count: int, config: Config, generator: torch.Generator) -> Batch:
 
 
 def addition(count: int, config: Config, generator: torch.Generator) -> Batch:
-    """a + b = c with digits from the lowest, so that each digit of c needs two places and a carry."""
+    """a + b = c with the lowest digit first, so that each digit of c needs two places and a carry."""
     digits = config["digits"]
     a, b = (torch.randint(10**digits, (count,), generator=generator) for _ in range(2))
     powers = 10 ** torch.arange(digits + 1)
@@ -62,32 +63,19 @@ ABOUT = {"recall": "fact retrieval", "copying": "few-shot learning", "addition":
 
 
 def settings(config: Config) -> list[str]:
-    return [f"{task}: {rule}" for task in TASKS for rule in config["rules"]]
+    return task_settings(TASKS, config)
 
 
 def measure(cell: Cell) -> dict[str, Any]:
-    name, rule = cell.setting.split(": ")
-    task, config = TASKS[name], cell.config
-    tested = [t.to(cell.device) for t in task(config["evaluate"], config, torch.Generator().manual_seed(10**6))]
-    torch.manual_seed(cell.seed)
-    sizes = {n: config[n] for n in ("layers", "heads", "width")}
-    length = tested[0].shape[1]
-    vocabulary = config["values"] + config["symbols"] * (config["values"] + 1)
-    model = Transformer(vocabulary, length, **sizes, **attention_named(rule, {**config, "length": length}))
-    draw_directions(model, cell.seed)
+    config = cell.config
 
-    def evaluate(model: Transformer) -> dict[str, float]:
-        return {"accuracy": accuracy(model, *tested)}
+    def model_for(rule: str, length: int) -> Transformer:
+        sizes = {name: config[name] for name in ("layers", "heads", "width")}
+        vocabulary = config["values"] + config["symbols"] * (config["values"] + 1)
+        attention = attention_named(rule, {**config, "length": length})
+        return draw_directions(Transformer(vocabulary, length, **sizes, **attention), cell.seed)
 
-    trained = train(cell, model, Training.of(config), lambda g: task(config["batch"], config, g), evaluate)
-    return {"accuracy": trained.metrics[-1].get("accuracy") or 0.0, "seconds": trained.seconds}
-
-
-@torch.no_grad()
-def accuracy(model: Transformer, tokens: Tensor, targets: Tensor) -> float:
-    """Share of the asked tokens that are the likeliest prediction."""
-    asked = targets >= 0
-    return (model(tokens).argmax(-1) == targets)[asked].float().mean().item()
+    return measure_task(cell, TASKS, model_for)
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
@@ -98,7 +86,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
 
     def judged(claim: str, source: str, task: str, rule: str) -> Judged:
         what = f"{task}: accuracy of softmax minus that of {rule}, in points of 1"
-        found = judge(claim, source, what, gap(task, rule), (0.02, math.inf))
+        found = judge_effect(claim, source, what, gap(task, rule), (0.02, math.inf))
         solved = interval(outcomes.values(f"{task}: softmax", "accuracy")).mean
         if solved > SOLVED:
             return found
@@ -121,28 +109,6 @@ def conclude(outcomes: Outcomes) -> Conclusion:
         if "ReLU, normalised" in rules
     ]
     return Conclusion(verdicts, *accuracies(outcomes, list(TASKS), "All tasks and seeds"))
-
-
-def accuracies(outcomes: Outcomes, tasks: list[str], title: str) -> tuple[list[Table], list[Figure]]:
-    """Every rule's accuracy at every task: at the end, while training, and of all seeds at once."""
-    rules = outcomes.config["rules"]
-
-    def found(task: str, rule: str) -> list[float]:
-        return outcomes.values(f"{task}: {rule}", "accuracy")
-
-    rows = [[rule, *(interval(found(task, rule)).brief() for task in tasks)] for rule in rules]
-    figures = [
-        Figure(
-            f"{task.capitalize()}: accuracy while training",
-            "step",
-            "accuracy",
-            [outcomes.curve(f"{task}: {rule}", "accuracy", rule) for rule in rules],
-        )
-        for task in tasks
-    ]
-    spread = [Series(rule, [], [x for task in tasks for x in found(task, rule)]) for rule in rules]
-    figures.append(Figure(title, "accuracy", "", spread, kind="dots", reference=1.0))
-    return [Table("Accuracy at the end", ["rule", *tasks], rows)], figures
 
 
 RULES = ["softmax", "entmax-1.5", "ReLU, normalised", *LINEAR]

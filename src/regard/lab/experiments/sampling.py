@@ -1,4 +1,4 @@
-"""The temperature of the output: how certain, how varied and how repetitive the text is that a model writes."""
+"""The temperature of the output: how certain, varied and repetitive the text is that a model writes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..judging import Interval, differences, interval, judge
-from ..runner import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Table, need_temperatures
+from ..configuration import require_temperatures
+from ..experiment import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Table
+from ..judging import Interval, differences, interval, judge_effect
 from ..training import text_model, train_on_text, validation
 
 SOURCE = "003, “The Temperature Knob”"
@@ -23,7 +24,7 @@ MEASURES = {
 
 
 def settings(config: Config) -> list[str]:
-    need_temperatures(config, *COMPARED)
+    require_temperatures(config, *COMPARED)
     return ["text"]
 
 
@@ -62,18 +63,18 @@ def _grams(tokens: Tensor, n: int) -> list[list[tuple[int, ...]]]:
 
 
 def distinct(tokens: Tensor, n: int) -> float:
-    """Of all n-grams of all rows, the share that are different."""
+    """The number of different n-grams in all rows, relative to the number of n-grams."""
     grams = [gram for row in _grams(tokens, n) for gram in row]
     return len(set(grams)) / len(grams)
 
 
 def repetition(tokens: Tensor, n: int) -> float:
-    """Mean share of a row's n-grams that stood earlier in the same row."""
+    """The mean share of n-grams that occur earlier in the same row."""
     return math.fsum(1 - len(set(row)) / len(row) for row in _grams(tokens, n)) / len(tokens)
 
 
 def agreement(a: Tensor, b: Tensor) -> float:
-    """Mean length of what two rows have in common from the start."""
+    """The mean length of the common beginning of two rows."""
     return (a == b).cumprod(1).sum(1).float().mean().item()
 
 
@@ -89,21 +90,21 @@ def conclude(outcomes: Outcomes) -> Conclusion:
 
     low, one, high = COMPARED
     verdicts = [
-        judge(
+        judge_effect(
             "Higher temperature = more diverse outputs",
             SOURCE,
             f"share of different 4-grams, τ = {high:g} minus τ = 1",
             change("distinct", high, one),
             (0.0, math.inf),
         ),
-        judge(
+        judge_effect(
             "Lower temperature = more focused, deterministic outputs",
             SOURCE,
             f"first characters that two samples share, τ = {low:g} minus τ = 1",
             change("agreement", low, one),
             (0.0, math.inf),
         ),
-        judge(
+        judge_effect(
             "Low temperatures make a model repeat itself",
             "common experience",
             f"share of 8-grams written before, τ = {low:g} minus τ = 1",

@@ -1,4 +1,4 @@
-"""What 1/√d does, and when: it depends on how queries and keys are initialised, and on the head's size."""
+"""The effect of the scale 1/√d, which depends on the initialisation of queries and keys and on the size of a head."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ...nn.transformer import Attention
 from ...operator import attention
 from ...problem import Transport
 from ...statistics import AuxRequest
-from ..judging import MEASURED, Interval, interval, judge, ratios, verdict, withhold
-from ..runner import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Table
+from ..experiment import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Table
+from ..judging import MEASURED, Interval, interval, judge_effect, ratios, verdict, withhold
 from ..training import perplexity_change, text_model, train_on_text
 
 SOURCE = "003, brain teaser #2"
@@ -37,7 +37,7 @@ def measure(cell: Cell) -> dict[str, Any]:
     init, size, how = (part.split(" ", 1)[1] if n < 2 else part for n, part in enumerate(cell.setting.split(", ")))
     D = int(size)
     changes: dict[str, Any] = {"init": INITS[init], "heads": cell.config["width"] // D}
-    unscaled = Transport(temperature=1 / math.sqrt(D))  # beside the usual scale: softmax(qk)
+    unscaled = Transport(temperature=1 / math.sqrt(D))  # together with the usual scale this is softmax(qk)
     if how == "natural gradient":
         changes["attention"] = natural(cell.config["damping"])
     elif how != "scaled":
@@ -61,19 +61,21 @@ def measure(cell: Cell) -> dict[str, Any]:
 def natural(damping: float) -> Attention:
     """softmax(qk) whose scores get the damped natural gradient, times the damping.
 
-    So the weight of a key in the gradient is w e/(w + e), e = damping: its own where it is small, and no more than e.
-    Keys that a saturated row almost ignores then count as much as those it looks at.
+    With e = damping, the weight of a key in the gradient is w e/(w + e): about w if w is small, and never above e. In a
+    saturated row the keys with almost no weight then count as much as the others.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-        q, k = (damping * t + (t - damping * t).detach() for t in (q, k))  # t, with that factor on its gradient
+        q, k = (
+            damping * t + (t - damping * t).detach() for t in (q, k)
+        )  # equals t, and scales its gradient by the damping
         return geometry.natural_attention(q, k, v, damping=damping, is_causal=is_causal, scale=1.0)
 
     return attend
 
 
 def saturation(model: Transformer, tokens: Tensor, problem: Transport | None) -> dict[str, float]:
-    """Of all heads: mean entropy relative to log n, how often one key has more than 0.9, spread of the scores."""
+    """Over all heads: mean entropy / log n, the share of rows with a weight above 0.9, and the spread of the scores."""
     entropies, saturated, spreads = [], [], []
     counts = torch.arange(1, tokens.shape[1] + 1, dtype=torch.float32, device=tokens.device)
     for q, k, v in model.heads(tokens):
@@ -90,9 +92,9 @@ def saturation(model: Transformer, tokens: Tensor, problem: Transport | None) ->
 
 
 def steps_to(curve: list[list[float]], loss: float) -> float:
-    """The step at which a loss was reached, between two measurements by a straight line; inf if it never was.
+    """The step at which a loss was reached, interpolated between two measurements; inf if it was not reached.
 
-    At least 1: a loss that was there from the beginning is no reason to divide by 0.
+    At least 1, so that a loss that was reached from the beginning does not cause a division by 0.
     """
     for (a, high), (b, low) in itertools.pairwise(curve):
         if low <= loss:
@@ -101,9 +103,9 @@ def steps_to(curve: list[list[float]], loss: float) -> float:
 
 
 def slowdown(outcomes: Outcomes, slow: str, fast: str) -> Interval:
-    """How many times as many steps one needs to reach the loss that both reach (the worse of the two at the end).
+    """How many times as many steps `slow` needs for the loss that both reach (the worse of the two final losses).
 
-    One that diverged (val is null) never does.
+    A run that diverged (val is null) does not reach it.
     """
     steps: tuple[list[float], list[float]] = ([], [])
     for pair in zip(outcomes.each(slow), outcomes.each(fast), strict=True):
@@ -115,7 +117,7 @@ def slowdown(outcomes: Outcomes, slow: str, fast: str) -> Interval:
 
 
 def closed(broken: float, rescued: float, scaled: float) -> float:
-    """The share of the gap between two losses that a third one closes; nan where there is no gap."""
+    """The share of the gap between two losses that a third one closes; NaN if there is no gap."""
     if not broken > scaled:
         return math.nan
     if broken == math.inf:  # the limit
@@ -144,7 +146,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
                 continue
             where = f"init {init}, d {size}"
             verdicts += [
-                judge(
+                judge_effect(
                     "Unscaled, training is 3-5x slower",
                     SOURCE,
                     f"{where}: times as many steps to equal loss",
@@ -152,7 +154,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
                     (3.0, 5.0),
                     null=1.0,
                 ),
-                judge(
+                judge_effect(
                     "Unscaled, perplexity is 10-20 % worse",
                     SOURCE,
                     f"{where}: perplexity above the scaled model's",
@@ -165,7 +167,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
     breaks = verdict(perplexity_change(broken, scaled), (0.0, math.inf)) == MEASURED
     for how in RESCUES:
         rescued = outcomes.values(name_of("unit", large, how), "val")
-        judged = judge(
+        judged = judge_effect(
             f"{how[0].upper()}{how[1:]} rescues an unscaled model: at least half of what it lost",
             "001 (information geometry)" if how == "natural gradient" else "common practice",
             f"init unit, d {large}: share of the loss between unscaled and scaled that is won back",

@@ -1,4 +1,4 @@
-"""The temperature of trained heads, moved at inference: what each layer loses when it is sharpened or softened."""
+"""The temperature of trained heads, changed at inference: the loss of each layer when it is sharpened or softened."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from ...operator import attention
 from ...problem import Transport
 from ...statistics import AuxRequest
 from .. import smollm2
-from ..judging import interval, judge
-from ..runner import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Stopped, Table, need_temperatures
+from ..configuration import require_temperatures
+from ..experiment import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Stopped, Table
+from ..judging import interval, judge_effect
 from ..training import mean_loss, text_model, train_on_text, validation
 
 SOURCE = "003, “The Temperature Knob”: interpretability"
@@ -22,7 +23,7 @@ COMPARED = (0.5, 2.0)  # temperatures
 
 
 def settings(config: Config) -> list[str]:
-    need_temperatures(config, *COMPARED)
+    require_temperatures(config, *COMPARED)
     return smollm2.models(config)
 
 
@@ -42,7 +43,7 @@ def own(cell: Cell) -> dict[str, Any]:
     shape = config["layers"], config["heads"]
 
     def loss_at(temperatures: Tensor) -> float:
-        """With a temperature for every head, [layers, H]."""
+        """The loss with these temperatures, [layers, H]."""
         for block, tau in zip(model.blocks, temperatures.to(cell.device), strict=True):
             block.attention.problem = Transport(temperature=tau[:, None, None])  # type: ignore[union-attr]
         loss = mean_loss(model, pieces)
@@ -70,7 +71,7 @@ def own(cell: Cell) -> dict[str, Any]:
 
 
 def head_statistics(model: Transformer, tokens: Tensor) -> tuple[list[float], list[float]]:
-    """Each head's mean entropy relative to log n, and its mean score variance (dH/d ln τ), layer by layer."""
+    """The mean entropy / log n and the mean score variance (dH/d ln τ) of each head, layer by layer."""
     entropies, variances = [], []
     counts = torch.arange(2, tokens.shape[1] + 1, dtype=torch.float32, device=tokens.device)
     for q, k, v in model.heads(tokens):
@@ -85,8 +86,10 @@ def head_statistics(model: Transformer, tokens: Tensor) -> tuple[list[float], li
 
 
 def of_smollm2(cell: Cell) -> dict[str, Any]:
-    """The same sweep over all heads and over the layers of a real language model, and over one head of each layer:
-    there are 270, and each costs as much as a layer does. Another seed takes other heads, and other text."""
+    """The same sweep over all heads and over the layers of SmolLM2, and over one head of each layer.
+
+    One head per layer, because each of the 270 heads costs as much as a layer. The seed chooses the heads and the text.
+    """
     from ... import hf, inspect
 
     model, tokenizer = smollm2.loaded()
@@ -98,7 +101,7 @@ def of_smollm2(cell: Cell) -> dict[str, Any]:
     shape = entropy.shape  # layers, heads
     places = [(n, (n + cell.seed) % shape[1]) for n in range(shape[0])]
     total = 1 + len(config["temperatures"]) + shape[0] * (len(config["layer_temperatures"]) + 2)
-    known = [record["loss"] for record in cell.metrics()]  # of a cell that was stopped: they need not come again
+    known = [record["loss"] for record in cell.metrics()]  # losses that a stopped cell has computed already
     done = 0
 
     def loss_at(temperatures: Tensor, first: int = 0) -> float:
@@ -142,11 +145,11 @@ class Sweep:
         self.model, self.targets = model, pieces[:, 1:]
         with torch.no_grad():
             seen = model(input_ids=pieces[:, :-1], use_cache=False, output_hidden_states=True).hidden_states
-        self.inputs = seen[:-1]  # of each layer at τ = 1; the last is the output
+        self.inputs = seen[:-1]  # the input of each layer at τ = 1; the last hidden state is the output
 
     def loss_at(self, temperatures: Tensor, first: int = 0) -> float:
-        """With a temperature for every head, [layers, H]. Those below the layer `first` must be 1: what these layers
-        compute is known, and does not come again."""
+        """The loss with these temperatures, [layers, H]. Those of the layers before `first` must be 1: the outputs of
+        these layers are known and are not computed again."""
         layers = self.model.model.layers
         with torch.no_grad():
             for layer, tau in zip(layers, temperatures, strict=True):
@@ -159,11 +162,11 @@ class Sweep:
         return smollm2.loss_of(logits, self.targets).item()
 
 
-# --- what it says -----------------------------------------------------------------------------------------------------
+# --- conclusions ------------------------------------------------------------------------------------------------------
 
 
 def rank_correlation(a: list[float], b: list[float]) -> float:
-    """Spearman's: the correlation of the ranks. Equal numbers share the mean of theirs; nan if all are equal."""
+    """Spearman's correlation, that of the ranks. Equal numbers share the mean of their ranks; NaN if all are equal."""
     x, y = (_ranks(torch.tensor(v, dtype=torch.float64)) for v in (a, b))
     x, y = x - x.mean(), y - y.mean()
     return (x @ y / (x.square().sum() * y.square().sum()).sqrt()).item()
@@ -180,7 +183,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
     for name in outcomes.settings:
         each = outcomes.each(name)
         verdicts += [
-            judge(
+            judge_effect(
                 "A trained model needs the temperature it was trained with",
                 "ours",
                 f"{name}: loss at τ = {tau:g} in all heads minus loss at τ = 1, nats",
@@ -202,14 +205,14 @@ def conclude(outcomes: Outcomes) -> Conclusion:
             for r in results
         ]
         verdicts += [
-            judge(
+            judge_effect(
                 "Temperature reveals which heads rely on specific tokens: the peaked ones suffer when softened",
                 SOURCE,
                 f"{name}: rank correlation over heads of entropy with (loss when softened − loss when sharpened)",
                 interval(committed),
                 (-1.0, 0.0),
             ),
-            judge(
+            judge_effect(
                 "Heads whose score variance is large are those that a temperature moves",
                 "ours: score variance is dH/d ln τ",
                 f"{name}: rank correlation over heads of score variance with the larger of the two losses",

@@ -1,4 +1,4 @@
-"""Attention sinks: do a null key, relaxed rows or a sparse plan keep the first key from collecting mass?"""
+"""Attention sinks: do a null key, relaxed rows or a sparse plan prevent the first key from collecting mass?"""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ...operator import attention
 from ...problem import Free, Rows, Transport
 from ...regularizers import KL, FermiDirac, Tsallis
 from ...statistics import AuxRequest
-from ..judging import MEASURED, Interval, interval, judge, withhold
-from ..runner import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Table
+from ..experiment import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Table
+from ..judging import MEASURED, Interval, interval, judge_effect, withhold
 from ..training import Batch, Training, mean_loss, text_batches, train, validation
 
-SINK = 0.3  # share of its mass on the first key from which on a head is said to have a sink
+SINK = 0.3  # a head has a sink if the first key receives at least this share of its mass
 SOURCE = "Guo et al. 2024 (arXiv 2410.13835), Xiao et al. 2023 (arXiv 2309.17453)"
 
 
 class NullKey(nn.Module):
-    """Softmax with a learned null key in every head: it takes mass and returns nothing."""
+    """Softmax with a learned null key in every head, which takes mass and has no value."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -50,15 +50,15 @@ def problem_named(rule: str, heads: int, length: int) -> Problem:
 
 
 def transitions(config: Config) -> Tensor:
-    """The chances of the next symbol after each, [symbols, symbols]; the same for all models."""
+    """The probabilities of the next symbol after each symbol, [symbols, symbols]; the same for all models."""
     draws = torch.randn(config["symbols"], config["symbols"], generator=torch.Generator().manual_seed(0))
     return (2 * draws).softmax(-1)
 
 
 def backcopy(count: int, config: Config, generator: torch.Generator) -> Batch:
-    """A start mark, then a Markov chain; but after one of the triggers (the first symbols) comes what was before it.
+    """A start mark, then a Markov chain. After a trigger (one of the first symbols) the symbol before it is repeated.
 
-    Only there is something to be found in the context: everywhere else a head has nothing to do, and rests.
+    Only the queries at triggers need the context; at all other places a head has nothing to look for.
     """
     symbols, length = config["symbols"], config["length"]
     chances = transitions(config)
@@ -102,7 +102,7 @@ def measure(cell: Cell) -> dict[str, Any]:
         pieces, tokens = torch.cat([batch[0], batch[1][:, -1:]], 1), batch[0]
     pieces, tokens = pieces.to(cell.device), tokens.to(cell.device)
     resting = torch.ones_like(tokens, dtype=torch.bool) if text else (tokens >= config["triggers"])
-    resting[:, : length // 4] = False  # with few keys, each has much
+    resting[:, : length // 4] = False  # with few keys each one has a large share
 
     def evaluate(model: Transformer) -> dict[str, float]:
         mass = first_key_mass(model, tokens, resting)
@@ -114,10 +114,11 @@ def measure(cell: Cell) -> dict[str, Any]:
 
 
 def first_key_mass(model: Transformer, tokens: Tensor, at: Tensor) -> Tensor:
-    """The share of a row's mass on the first key, in the mean over the queries chosen: [layers, H].
+    """The share of the first key in the mass of a row, averaged over the queries in `at`: [layers, H].
 
-    Of the mass that real keys get, for every rule: a null key is not counted, nor what a relaxed row or a sigmoid does
-    not ship. So a rule that only ships less has not removed the sink. A row without mass has none on the first key.
+    The share is relative to the mass of the real keys. The mass of a null key, and what relaxed rows or a sigmoid do
+    not assign, is not counted; so a rule that only assigns less mass has not removed the sink. The share of a row
+    without mass is 0.
     """
     found = []
     for (q, k, v), problem in zip(model.heads(tokens), model.problems(), strict=True):
@@ -129,14 +130,14 @@ def first_key_mass(model: Transformer, tokens: Tensor, at: Tensor) -> Tensor:
     return torch.stack(found)
 
 
-# --- what it says -----------------------------------------------------------------------------------------------------
+# --- conclusions ------------------------------------------------------------------------------------------------------
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
     tasks = list(dict.fromkeys(setting.split(": ")[0] for setting in outcomes.settings))
     verdicts, rows, dots = [], [], []
     for task in tasks:
-        grown = judge(
+        grown = judge_effect(
             f"Softmax grows attention sinks: some head puts more than {SINK} of its mass on the first key",
             SOURCE,
             f"{task}: first-key share of the strongest head",
@@ -146,7 +147,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
         )
         verdicts.append(grown)
         for rule in RULES[1:]:
-            removed = judge(
+            removed = judge_effect(
                 f"{rule[0].upper()}{rule[1:]} removes attention sinks: no head keeps more than {SINK}",
                 "gpt-oss, softmax-1, sparse attention: commonly said",
                 f"{task}: first-key share of the strongest head, {rule}",

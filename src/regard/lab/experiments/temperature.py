@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ...nn import Temperature
 from ...problem import Transport
 from .. import smollm2
-from ..judging import Judged, interval, judge
-from ..runner import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Table
+from ..experiment import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Table
+from ..judging import Judged, interval, judge_effect
 from ..training import Batch, Training, perplexity_change, plan_statistics, text_model, train, train_on_text
 
 SOURCE = "003, “The Temperature Knob”"
@@ -34,7 +34,7 @@ def measure(cell: Cell) -> dict[str, Any]:
 
 
 class Learned(nn.Module):
-    """Softmax with a temperature for each head."""
+    """Softmax with a learned temperature for each head."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -64,20 +64,20 @@ def own(cell: Cell) -> dict[str, Any]:
 
 
 class Gain(nn.Module):
-    """A factor for each head's output: as many numbers as temperatures, and as them 1 at first, positive."""
+    """A factor for each head's output: like a temperature it is one positive number per head, 1 at the start."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.log_gain = nn.Parameter(torch.zeros(heads))
 
     def forward(self, projection: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        """A hook before the output projection, which reads the heads side by side, [B, T, H * D]."""
+        """A hook before the output projection, whose input has the heads side by side, [B, T, H * D]."""
         heads = args[0].unflatten(-1, (self.log_gain.shape[0], -1))
         return ((heads * self.log_gain.exp()[:, None]).flatten(-2),)
 
 
 class Frozen(nn.Module):
-    """A model of which only what was added learns. A checkpoint holds that alone: the weights never change."""
+    """A model of which only the added parameters are trained. Checkpoints hold only these, as all others are fixed."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Frozen(nn.Module):
 
 @contextmanager
 def adaptable(model: Any, setting: str) -> Iterator[Frozen]:
-    """Inside, the model has what this setting learns, and learns nothing else. Afterwards it is as it was."""
+    """Inside, the model has the parameters that the setting trains, and the others are frozen; then it is restored."""
     from ... import hf
 
     training, attentions = model.training, hf.attentions(model).values()
@@ -132,8 +132,8 @@ def adaptable(model: Any, setting: str) -> Iterator[Frozen]:
 
 
 def retrofitted(cell: Cell) -> dict[str, Any]:
-    """SmolLM2 as it is, or with one number per head trained on the cell's text. The seed draws what is read: the same
-    pieces for all settings."""
+    """SmolLM2 unchanged, or with one number per head trained on the cell's text. The seed draws the pieces of text, the
+    same for all settings."""
     model, tokenizer = smollm2.loaded()
     config = {name.removeprefix("smollm2_"): v for name, v in cell.config.items() if name.startswith("smollm2_")}
     count, length, generator = config["pieces"], config["length"], torch.Generator().manual_seed(cell.seed)
@@ -152,42 +152,42 @@ def retrofitted(cell: Cell) -> dict[str, Any]:
         if cell.setting == UNTOUCHED:
             with torch.no_grad():
                 return evaluate(adapted)
-        subject: Any = adapted  # it has all that `train` asks of a Transformer
+        subject: Any = adapted  # it has what `train` needs of a Transformer
         trained = train(cell, subject, Training.of(config), draw, evaluate)
         factors = [p.detach().exp().tolist() for p in adapted.learned().values()]
     name = "temperatures" if cell.setting == TEMPERATURES else "gains"
     return {"val": trained.last("val"), name: factors, "seconds": trained.seconds}
 
 
-# --- what it says -----------------------------------------------------------------------------------------------------
+# --- conclusions ------------------------------------------------------------------------------------------------------
 
 
 def layer_means(temperatures: list[list[float]]) -> list[float]:
-    """The mean of each layer's logarithms."""
+    """The mean of log τ over the heads of each layer."""
     return [math.fsum(math.log(tau) for tau in layer) / len(layer) for layer in temperatures]
 
 
 def slope(y: list[float]) -> float:
-    """Of a straight line through the layers, per layer."""
+    """The slope, per layer, of a straight line through the layers."""
     x = [n - (len(y) - 1) / 2 for n in range(len(y))]
     return math.fsum(a * b for a, b in zip(x, y, strict=True)) / math.fsum(a * a for a in x)
 
 
 def outer(layers: int) -> int:
-    """How many layers on each side count as outer: a sixth, at least one."""
+    """How many layers on each side count as outer: a sixth, and at least one."""
     return max(1, layers // 6)
 
 
 def curvature(y: list[float]) -> float:
-    """The outer layers minus those between, in the mean: positive for a U."""
+    """The mean of the outer layers minus that of the inner ones: positive for a U."""
     n = outer(len(y))
     return math.fsum(y[:n] + y[-n:]) / (2 * n) - math.fsum(y[n:-n]) / (len(y) - 2 * n)
 
 
 def patterns(each: list[list[float]], of: str = "") -> list[Judged]:
-    """The verdicts on how log τ goes over the layers, from each seed's layers; `of` names the model."""
+    """The verdicts on log τ over the layers, given by seed and layer; `of` names the model."""
     found = [
-        judge(
+        judge_effect(
             "Lower layers learn higher temperatures, upper layers lower ones",
             SOURCE,
             f"{of}rise of log τ per layer",
@@ -199,7 +199,7 @@ def patterns(each: list[list[float]], of: str = "") -> list[Judged]:
         n = outer(len(each[0]))
         which = "the outer layers" if n == 1 else f"the outer layers ({n} on each side)"
         found.append(
-            judge(
+            judge_effect(
                 "Temperatures follow a U over the layers",
                 "modded-nanogpt's learned temperatures",
                 f"{of}log τ of {which} minus that of the inner ones",
@@ -211,13 +211,13 @@ def patterns(each: list[list[float]], of: str = "") -> list[Judged]:
 
 
 def root_mean_square(layers: list[list[float]]) -> float:
-    """Of the logarithms."""
+    """The root mean square of the logarithms."""
     logs = [math.log(x) for layer in layers for x in layer]
     return math.sqrt(math.fsum(x * x for x in logs) / len(logs))
 
 
 def over_layers(title: str, each: list[list[float]]) -> Figure:
-    """The geometric mean over a layer's heads, with its spread over the seeds."""
+    """The geometric mean over the heads of each layer, with its spread over the seeds."""
     taus = [[math.exp(y[n]) for y in each] for n in range(len(each[0]))]
     line = Series(
         "mean over heads and seeds",
@@ -245,7 +245,7 @@ def of_own(outcomes: Outcomes) -> Conclusion:
     each = [layer_means(o.result["temperatures"]) for o in outcomes.each("learned")]
     spread = [root_mean_square(o.result["temperatures"]) for o in outcomes.each("learned")]
     verdicts = [
-        judge(
+        judge_effect(
             "Learned per-head temperatures improve performance by 1-3 %",
             SOURCE,
             "perplexity of fixed temperatures above that of learned ones",
@@ -280,7 +280,7 @@ def of_smollm2(outcomes: Outcomes) -> Conclusion:
     untouched, learned, gains = (outcomes.values(s, "val") for s in (UNTOUCHED, TEMPERATURES, GAINS))
     each = [layer_means(o.result["temperatures"]) for o in outcomes.each(TEMPERATURES)]
     verdicts = [
-        judge(
+        judge_effect(
             "Learned per-head temperatures improve performance by 1-3 %",
             SOURCE,
             f"{smollm2.NAME}: perplexity untouched above that with temperatures fine-tuned",
@@ -289,7 +289,7 @@ def of_smollm2(outcomes: Outcomes) -> Conclusion:
             percent=True,
             note="The claim is about reasoning tasks; this is the prediction of the next token.",
         ),
-        judge(
+        judge_effect(
             "What helps is the temperature, not that some numbers per head were fitted to the text",
             "ours",
             f"{smollm2.NAME}: perplexity with as many gains fine-tuned above that with temperatures",

@@ -1,8 +1,8 @@
 """Whether the advantage's baseline reduces the variance of the gradient, on the gradients of a model in training.
 
-Attention's backward pass is the exact policy gradient dL/ds_j = p_j (u_j − E_p[u]) / τ. Sampled (REINFORCE), the key J
-drawn from p, it is (u_J − b)(e_J − p) / τ, without bias for every b. Its variance is summed exactly, over all keys that
-could be drawn: with b = E_p[u], as in the backward pass, and with b = 0.
+Attention's backward pass is the exact policy gradient dL/ds_j = p_j (u_j − E_p[u]) / τ. Its estimate from one key J
+drawn from p (REINFORCE) is (u_J − b)(e_J − p) / τ, unbiased for every b. The variance of the estimate is computed
+exactly, as a sum over all keys: with b = E_p[u], as in the backward pass, and with b = 0.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from ... import geometry
 from ...nn import Transformer
 from ...operator import attention
-from ..judging import decide, interval, judge
-from ..runner import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Refused, Series, Table
+from ..experiment import Cell, Conclusion, Config, Experiment, Figure, LabError, Outcomes, Series, Table
+from ..judging import decide, interval, judge_effect
 from ..training import text_model, train_on_text
 
 SOURCE = "001, the abstract"
@@ -28,7 +28,7 @@ def settings(config: Config) -> list[str]:
 
 
 class Listener:
-    """Attention that keeps what went in and what came out, with the gradient of the latter."""
+    """Attention that stores its inputs, its output and the gradient of the output while `listening` is set."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
@@ -43,7 +43,7 @@ class Listener:
 
 
 def rows_of(model: Transformer, listener: Listener, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Each layer's scores (−inf in the future) and utilities ⟨dL/do, v⟩, [B, H, T, T], of the mean loss over tokens."""
+    """The scores (−inf in the future) and utilities ⟨dL/do, v⟩ of each layer, [B, H, T, T], for the mean loss."""
     listener.calls, listener.listening = [], True
     with torch.enable_grad():
         model.loss(tokens).backward()
@@ -60,7 +60,7 @@ def rows_of(model: Transformer, listener: Listener, tokens: Tensor) -> list[tupl
 
 
 def variances(scores: Tensor, utility: Tensor) -> tuple[Tensor, Tensor]:
-    """Of one draw, summed over the keys: with the baseline E_p[u] and with none. Rows [..., T]."""
+    """The variance of one draw, summed over the components: with the baseline E_p[u], and without. Rows [..., T]."""
     p = scores.softmax(-1)
     # |e_J − p|² = 1 − 2 p_J + Σ p²
     norms = 1 - 2 * p + p.square().sum(-1, keepdim=True)
@@ -78,17 +78,17 @@ def measure(cell: Cell) -> dict[str, Any]:
         found: dict[str, float] = {}
         with_, without, worse, count = 0.0, 0.0, 0.0, 0
         for layer, (scores, utility) in enumerate(rows_of(model, listener, tokens)):
-            a, b = (v[..., 1:] for v in variances(scores, utility))  # the first query has one key: nothing to draw
+            a, b = (v[..., 1:] for v in variances(scores, utility))  # the first query has one key, so its variance is 0
             found[f"ratio_{layer}"] = (a.sum() / b.sum()).item()
             with_, without = with_ + a.sum().item(), without + b.sum().item()
             worse, count = worse + (a > b).sum().item(), count + a.numel()
         return found | {"ratio": with_ / without, "worse": worse / count}
 
     trained = train_on_text(cell, model, also)
-    # A training that diverged says no more than it had said until then.
+    # A training that diverged has the records up to that step.
     curve = [record for record in trained.metrics if record.get("ratio") is not None]
     if not curve:
-        raise Refused(f"{cell.setting}, seed {cell.seed}: the loss was not finite before anything was measured")
+        raise LabError(f"{cell.setting}, seed {cell.seed}: the loss was not finite before anything was measured")
     return {
         "first": curve[0]["ratio"],
         "last": curve[-1]["ratio"],
@@ -102,9 +102,11 @@ def measure(cell: Cell) -> dict[str, Any]:
 
 
 def sampler_error(cell: Cell, model: Transformer, listener: Listener) -> float:
-    """The formula against what a sampler finds, on a few rows of the trained model: the largest relative difference."""
+    """The largest relative difference of the exact variance and a sampler's, on a few rows of the trained model."""
     tokens = cell.corpus.tokens[None, : cell.config["length"] + 1].to(cell.device)
-    scores, utility = (t[0, 0, -8:].cpu() for t in rows_of(model, listener, tokens)[0])  # as the generator
+    scores, utility = (
+        t[0, 0, -8:].cpu() for t in rows_of(model, listener, tokens)[0]
+    )  # on the CPU, like the generator
     generator = torch.Generator().manual_seed(cell.seed)
     sampled = [
         geometry.sampled_policy_gradient(
@@ -120,7 +122,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
     ratio = interval(outcomes.values("softmax", "mean"))
     worse = interval(outcomes.values("softmax", "worse"))
     verdicts = [
-        judge(
+        judge_effect(
             "The gradient is a variance-reduced update rule",
             SOURCE,
             "variance with the baseline, relative to that without, over the training",

@@ -1,0 +1,144 @@
+"""`regard inspect`: inspects a model, and shows the findings of the inspection."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from ..inspection.command import Refused, examine, judge, limits, read_record
+from ..inspection.findings import Finding, find, verdict
+from ..inspection.report import incomparable, to_html
+from .terminal import check_output, fail, plain_table, write_output
+
+COLOURS = {"alarm": "bold red", "warning": "yellow", "note": ""}
+COMPARED = ("normalized_entropy", "first_key_mass")  # statistics of which --compare shows the largest difference
+
+
+def inspect(
+    model: Annotated[
+        str, typer.Argument(help="A folder, a .gguf file, a model's name, or smollm2 (no network needed).")
+    ],
+    text: Annotated[Path | None, typer.Option(help="The text that the model reads; regard has one of its own.")] = None,
+    tokens: Annotated[Path | None, typer.Option(help="Token ids instead of a text: a file of integers.")] = None,
+    length: Annotated[int, typer.Option(min=2, help="Tokens in a sequence; a longer text is cut.")] = 2048,
+    limit: Annotated[int | None, typer.Option("--max-tokens", min=2, help="Read at most this many tokens.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the report, one HTML file, to this path.")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this path.")] = None,
+    compare: Annotated[str | None, typer.Option(help="A second model, or numbers that --json wrote.")] = None,
+    run: Annotated[Path | None, typer.Option(help="Save the state in this file, and continue from it.")] = None,
+    fail_on: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Exit with status 1 on findings of this rule or severity (alarm, warning, note); repeatable."
+        ),
+    ] = None,
+    threshold: Annotated[
+        list[str] | None,
+        typer.Option(help="Change the threshold of a rule, as in max_score=50; repeatable.", metavar="NAME=NUMBER"),
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
+    ] = False,
+    no_trust_remote_code: Annotated[bool, typer.Option("--no-trust-remote-code", hidden=True)] = False,
+) -> None:
+    """Show what the attention heads of a language model do, without storing a Tq x Tk matrix."""
+    console, errors = Console(), Console(stderr=True)
+
+    def say(message: str) -> None:
+        errors.print(Text(message))  # Text: brackets in a name are not markup
+
+    try:
+        fails = judge(fail_on or [])
+        arguments: dict[str, Any] = {
+            "text": text,
+            "tokens": tokens,
+            "length": length,
+            "limit": limit,
+            "trust_remote_code": trust_remote_code and not no_trust_remote_code,
+            "thresholds": limits(threshold or []),
+        }
+        check_output(out, as_json, run)
+        other = read_record(Path(compare)) if compare is not None and compare.endswith(".json") else None
+        record = examine(model, run=run, say=say, **arguments)
+        if compare is not None and other is None:
+            other = examine(compare, run=None, say=say, **arguments)
+    except Refused as refusal:
+        fail(refusal)
+    show_inspection(record, console)
+    if other is not None:
+        show_comparison(record, other, console)
+    if as_json is not None:
+        write_output(as_json, json.dumps(record, allow_nan=False) + "\n", "numbers", console)
+    if out is not None:
+        write_output(out, to_html(record, other), "report", console)
+    raise typer.Exit(1 if any(fails(found) for found in record["findings"]) else 0)
+
+
+def show_inspection(record: dict[str, Any], console: Console) -> None:
+    """The model, the verdict, and a table with one row per rule that has findings."""
+    about, findings = record["provenance"], [Finding(**found) for found in record["findings"]]
+    console.print(
+        Text.assemble(
+            (about["model"], "bold"),
+            f"  {about['layers']} layers, {len(record['heads'])} heads, {about['parameters'] / 1e6:.0f} M parameters, "
+            f"{about.get('tokens', 0):,} tokens of {about['text']} in {about['seconds']:.1f} s",
+        )
+    )
+    console.print(Text(verdict(record, findings), style="bold"))
+    console.print()
+    table = plain_table()
+    table.add_column("finding", no_wrap=True)
+    table.add_column("heads", justify="right")
+    table.add_column("layer.head", no_wrap=True)
+    table.add_column("why it matters")
+    for rule in dict.fromkeys(found.rule for found in findings):
+        mine = [found for found in findings if found.rule == rule]
+        table.add_row(Text(rule, style=COLOURS[mine[0].severity]), *map(Text, _rule_row(mine)))
+    console.print(table)
+    console.print(
+        Text("layer.head: the clearest case, with its value. The report lists all, with sources and remedies.", "dim")
+    )
+    console.print()
+
+
+def _rule_row(findings: list[Finding]) -> tuple[str, str, str]:
+    """The number of heads, the clearest head with its value, and the first sentence on why the rule matters."""
+    heads = [found for found in findings if found.layer is not None]
+    if not heads:
+        return "-", "-", findings[0].message
+    clearest = max(heads, key=lambda f: abs((f.value or 0) - f.threshold))
+    sentence = clearest.why.split(". ")[0].removesuffix(".") + "."
+    return str(len(heads)), f"{clearest.layer}.{clearest.head} ({clearest.value:.3g})", sentence
+
+
+def show_comparison(record: dict[str, Any], other: dict[str, Any], console: Console) -> None:
+    """The verdict on the second model, and the heads that differ most."""
+    findings = [Finding(**found) for found in other.get("findings", [])] or find(other)
+    console.print(Text.assemble("against ", (str(other.get("provenance", {}).get("model")), "bold")))
+    console.print(Text(verdict(other, findings)))
+    obstacle = incomparable(record, other)
+    if obstacle is not None:
+        console.print(Text(obstacle))
+    else:
+        _show_differences(record, other, console)
+    console.print()
+
+
+def _show_differences(record: dict[str, Any], other: dict[str, Any], console: Console) -> None:
+    there = {(head["layer"], head["head"]): head["mean"] for head in other["heads"]}
+    for name in COMPARED:
+        differences = [
+            (second - first, head)  # the same sign as in the report
+            for head in record["heads"]
+            if (first := head["mean"].get(name)) is not None
+            and (second := there[head["layer"], head["head"]].get(name)) is not None
+        ]
+        if differences:
+            largest, head = max(differences, key=lambda pair: abs(pair[0]))
+            where = f"in {head['layer']}.{head['head']}"
+            console.print(Text(f"{name}: largest difference {largest:+.3g} (second minus first), {where}"))
