@@ -134,7 +134,8 @@ class _Rate(ProgressColumn):
 
 
 def show_conclusion(record: dict[str, Any], console: Console) -> None:
-    """The tables of an experiment, and its verdicts."""
+    """The tables of an experiment, and its verdicts with their notes; the note of a quick run is shown once."""
+    quick = record["profile"] == "quick"
     console.print(Text.assemble((record["name"], "bold"), f"  {record['question']}"))
     for found in record["tables"]:
         table = plain_table(title=found["title"], title_justify="left")
@@ -149,7 +150,11 @@ def show_conclusion(record: dict[str, Any], console: Console) -> None:
     table.add_column("measured", ratio=6)
     table.add_column("verdict", width=15)
     for found in record["verdicts"]:
-        colour = COLOURS[found["verdict"]]
-        table.add_row(Text(found["claim"]), Text(found["effect"]), Text(found["verdict"], style=colour))
+        measured = Text(found["effect"])
+        if found["note"] and not quick:
+            measured.append(f"\n{found['note']}", "dim")
+        table.add_row(Text(found["claim"]), measured, Text(found["verdict"], style=COLOURS[found["verdict"]]))
     console.print(table)
+    if quick and record["verdicts"]:
+        console.print(Text(record["verdicts"][0]["note"], "dim"))
     console.print()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...inspection import inspect
 from ...nn import Transformer
 from ...operator import attention
 from ...problem import Transport
@@ -31,6 +33,29 @@ def measure(cell: Cell) -> dict[str, Any]:
     return of_smollm2(cell) if cell.setting == smollm2.NAME else own(cell)
 
 
+def sweep(
+    loss_at: Callable[[Tensor, int], float], shape: tuple[int, ...], places: list[tuple[int, int]], config: Config
+) -> dict[str, Any]:
+    """The loss at τ = 1, with τ changed in all heads, in one layer, and in the heads at `places` (layer, head).
+
+    `loss_at(temperatures, first)` has temperatures [layers, H] that are 1 in the layers before `first`.
+    """
+
+    def changed(layer: int, head: int | slice, tau: float) -> float:
+        temperatures = torch.ones(shape)
+        temperatures[layer, head] = tau
+        return loss_at(temperatures, layer)
+
+    every = slice(None)
+    return {
+        "base": loss_at(torch.ones(shape), 0),
+        "all": [loss_at(torch.full(shape, tau), 0) for tau in config["temperatures"]],
+        "layers": [[changed(n, every, tau) for tau in config["layer_temperatures"]] for n in range(shape[0])],
+        "sharper": [changed(*place, 0.5) for place in places],
+        "softer": [changed(*place, 2.0) for place in places],
+    }
+
+
 # --- a small model of our own -----------------------------------------------------------------------------------------
 
 
@@ -42,7 +67,7 @@ def own(cell: Cell) -> dict[str, Any]:
     pieces = validation(cell.corpus, config["evaluate"], config["length"]).to(cell.device)
     shape = config["layers"], config["heads"]
 
-    def loss_at(temperatures: Tensor) -> float:
+    def loss_at(temperatures: Tensor, first: int) -> float:
         """The loss with these temperatures, [layers, H]."""
         for block, tau in zip(model.blocks, temperatures.to(cell.device), strict=True):
             block.attention.problem = Transport(temperature=tau[:, None, None])  # type: ignore[union-attr]
@@ -51,23 +76,9 @@ def own(cell: Cell) -> dict[str, Any]:
             block.attention.problem = None  # type: ignore[union-attr]
         return loss
 
-    def moved(layer: int, head: int | slice, tau: float) -> float:
-        temperatures = torch.ones(shape)
-        temperatures[layer, head] = tau
-        return loss_at(temperatures)
-
-    every = slice(None)
     places = [(layer, head) for layer in range(shape[0]) for head in range(shape[1])]
     entropy, variance = head_statistics(model, pieces[:16, :-1])
-    return {
-        "base": loss_at(torch.ones(shape)),
-        "all": [loss_at(torch.full(shape, tau)) for tau in config["temperatures"]],
-        "layers": [[moved(n, every, tau) for tau in config["layer_temperatures"]] for n in range(shape[0])],
-        "sharper": [moved(*place, 0.5) for place in places],
-        "softer": [moved(*place, 2.0) for place in places],
-        "entropy": entropy,
-        "score_variance": variance,
-    }
+    return sweep(loss_at, shape, places, config) | {"entropy": entropy, "score_variance": variance}
 
 
 def head_statistics(model: Transformer, tokens: Tensor) -> tuple[list[float], list[float]]:
@@ -90,7 +101,7 @@ def of_smollm2(cell: Cell) -> dict[str, Any]:
 
     One head per layer, because each of the 270 heads costs as much as a layer. The seed chooses the heads and the text.
     """
-    from ... import hf, inspect
+    from ... import hf
 
     model, tokenizer = smollm2.loaded()
     config, generator = cell.config, torch.Generator().manual_seed(cell.seed)
@@ -104,32 +115,21 @@ def of_smollm2(cell: Cell) -> dict[str, Any]:
     known = [record["loss"] for record in cell.metrics()]  # losses that a stopped cell has computed already
     done = 0
 
-    def loss_at(temperatures: Tensor, first: int = 0) -> float:
+    def loss_at(temperatures: Tensor, first: int) -> float:
         nonlocal done
         if done == len(known):
             if cell.stopping():
                 raise Stopped
-            known.append(sweep.loss_at(temperatures, first))
+            known.append(tempered.loss_at(temperatures, first))
             cell.log({"step": done, "loss": known[done]})
         done += 1
         cell.advance(done, total)
         return known[done - 1]
 
-    def moved(layer: int, head: int | slice, tau: float) -> float:
-        temperatures = torch.ones(shape)
-        temperatures[layer, head] = tau
-        return loss_at(temperatures, layer)
-
-    every = slice(None)
     hf.retrofit(model, learn="temperature", freeze=True)
     try:
-        sweep = Sweep(model, pieces)
-        return {
-            "base": loss_at(torch.ones(shape)),
-            "all": [loss_at(torch.full(shape, tau)) for tau in config["temperatures"]],
-            "layers": [[moved(n, every, tau) for tau in config["layer_temperatures"]] for n in range(shape[0])],
-            "sharper": [moved(*place, 0.5) for place in places],
-            "softer": [moved(*place, 2.0) for place in places],
+        tempered = TemperedLlama(model, pieces)
+        return sweep(loss_at, shape, places, config) | {
             "heads": [head for _, head in places],
             "entropy": [entropy[place].item() for place in places],
             "score_variance": [variance[place].item() for place in places],
@@ -138,7 +138,7 @@ def of_smollm2(cell: Cell) -> dict[str, Any]:
         hf.unretrofit(model)
 
 
-class Sweep:
+class TemperedLlama:
     """The loss of a retrofitted Llama on pieces of text, [B, T + 1], at other temperatures."""
 
     def __init__(self, model: Any, pieces: Tensor) -> None:
