@@ -51,7 +51,7 @@ def unique_solution() -> CheckResult:
     tied = regard.certify(tensor(1, 1).expand(2, 2), torch.eye(2).double(), Transport(temperature=0.0)).gap
     return judged(
         f"Of 1000 random plans each falls short by τ·KL(p‖softmax) ({how_close(gap, short)}), so by 0 for softmax "
-        f"alone. It takes τ > 0: at τ = 0 both one-hot plans of two tied keys have gap {show(tied, 0)}.",
+        f"alone. This needs τ > 0: at τ = 0 both one-hot plans of two tied keys have gap {show(tied, 0)}.",
         agree(gap, short) and bool((gap > 0).all()),
     )
 

@@ -122,7 +122,7 @@ testing_is_unfinished = untestable(
     "002",
     _TESTING,
     "the section's argument",
-    "It breaks off before its argument (and refers to an equation that is not there); what can be tested is in the "
+    "The section ends before its argument, and refers to an equation that is missing. What can be tested is in the "
     "rows on KL below.",
 )
 

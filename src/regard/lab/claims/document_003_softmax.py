@@ -23,7 +23,7 @@ brain_teaser_5 = untestable(
     "003",
     _CONTENTS,
     "“Brain Teaser #5”, “Practical Implications for AI Leaders”",
-    "Listed in the contents, never written. `regard lab teasers 5` shows what #5 would have had to say.",
+    "Listed in the contents, but not written. `regard lab teasers 5` supplies an answer.",
 )
 
 # --- scores and probabilities -----------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def no_special_case() -> CheckResult:
     good = agree(p.sum(-1), torch.ones(4, dtype=torch.float64)) and float(p.triu(1).abs().max()) == 0
     return judged(
         f"For rows with at least one key {tick(good)}. A row that is masked altogether (padding) gives softmax "
-        f"{show(empty)}; it needs a rule, in regard output {show(defined.abs().max()[None], 0)}.",
+        f"{show(empty)}. It needs a convention; regard returns {show(defined.abs().max()[None], 0)}.",
         bool(empty.isfinite().all()),
         good,
     )

@@ -71,8 +71,8 @@ def no_emphasis() -> CheckResult:
     frozen = agree(by_sum(10 * a), by_sum(a))
     peaks = [float(regard.solve(c * a).weights.max()) for c in (1, 10)]
     return judged(
-        f"It is blind to scale: ten times the scores give the same weights {tick(frozen)}, so there is no temperature; "
-        f"softmax's largest goes from {peaks[0]:.2f} to {peaks[1]:.2f}.",
+        f"It ignores the scale: ten times the scores give the same weights {tick(frozen)}, so there is no temperature; "
+        f"the largest weight of softmax goes from {peaks[0]:.2f} to {peaks[1]:.2f}.",
         frozen and peaks[1] > peaks[0],
     )
 
@@ -92,7 +92,7 @@ def keeps_gradient_flow() -> CheckResult:
     a, b = jacobian_norm(tensor(10, 9, 8)), jacobian_norm(tensor(100, 9, 8))
     return judged(
         f"While gaps are moderate: the Jacobian's norm is {a:.2f} in scenario A, and {b:.0e} in scenario B, where "
-        "nothing flows.",
+        "no gradient flows.",
         min(a, b) > 1e-2,
         a > 1e-2,
     )
@@ -214,7 +214,7 @@ def stable_range() -> CheckResult:
     return judged(
         f"For the textbook formula: in float32 at d_k = 2048 scores up to {s.max():.0f} overflow "
         f"{tick(not textbook[0])}, scaled ones, up to {scaled.max():.1f}, do not {tick(textbook[1])}. Shifted, softmax "
-        f"is finite with both {tick(all(shifted))}: what scaling saves there is the gradient.",
+        f"is finite with both {tick(all(shifted))}: there, scaling only preserves the gradient.",
         not shifted[0] and shifted[1],
         not textbook[0] and textbook[1] and all(shifted),
     )

@@ -97,7 +97,7 @@ def relu_is_linear() -> CheckResult:
     )
 
 
-relu_in_production = untestable("003", _T3, "ReLU attention “is used in some production systems”", "Names none.")
+relu_in_production = untestable("003", _T3, "ReLU attention “is used in some production systems”", "It names none.")
 relu_degrades = untestable("003", _T3, "with ReLU “performance degrades 5-15% on most benchmarks”", NEEDS_TRAINING)
 
 
@@ -189,7 +189,7 @@ def softmax_of_minus_infinity() -> CheckResult:
 def division_by_infinity() -> CheckResult:
     p = by_sum(tensor(2.8, 1.2, -INF, -INF))
     return judged(
-        f"It gives {show(p, 0)}: a number divided by infinity is 0, ∞/∞ is NaN. Either way no row.",
+        f"It gives {show(p, 0)}: a number divided by infinity is 0, ∞/∞ is NaN. The result is not a row of weights.",
         bool(p.isnan().all()),
         bool(p.isnan().any()),
     )
@@ -222,8 +222,8 @@ def happens_constantly() -> CheckResult:
     share = float((by_sum(s) < 0).any(-1).double().mean())
     as_said = False  # of scores during training nothing is computed here
     return judged(
-        f"Before training: {share:.0%} of rows of 8 random scores get a negative weight. Of training this says "
-        "nothing.",
+        f"Before training: {share:.0%} of rows of 8 random scores get a negative weight. This does not show "
+        "what happens during training.",
         as_said,
         share > 0.5,
     )
@@ -234,7 +234,7 @@ def all_edge_cases() -> CheckResult:
     empty, defined = fully_masked_row()
     good = bool((softmax(-INF, 0.0, -INF) == tensor(0, 1, 0)).all())
     return judged(
-        f"All but one: a row without any key gives {show(empty)} (regard returns "
+        f"All but one: a row without any admissible key gives {show(empty)} (regard returns "
         f"{show(defined.abs().max()[None], 0)}). One key left is fine {tick(good)}.",
         bool(empty.isfinite().all()),
         good,
@@ -249,8 +249,8 @@ def exponential_masks() -> CheckResult:
     good = regard.certify(masked, p, problem).holds(1e-9)
     soft = softmax(2.8, 1.2, -INF, -INF)
     return judged(
-        f"Softmax's does {tick(bool((soft[2:] == 0).all()))}, but it takes no exponential: a mask is a prior of 0, and "
-        f"p = 0 there for every regulariser. Sparsemax at τ = 3: {show(p, 2)} {tick(good)}.",
+        f"Softmax's does {tick(bool((soft[2:] == 0).all()))}, but no exponential is needed: a mask is a prior of 0, "
+        f"and p = 0 there for every regulariser. Sparsemax at τ = 3: {show(p, 2)} {tick(good)}.",
         bool((soft[2:] == 0).all()) and not (good and bool((p[2:] == 0).all())),
         bool((soft[2:] == 0).all()),
     )

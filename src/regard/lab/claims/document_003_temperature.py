@@ -103,7 +103,12 @@ def temperature_reveals() -> CheckResult:
     )
 
 
-chatgpt = untestable("003", _KNOB, "“This is why ChatGPT has a temperature parameter”", "A product's reasons.")
+chatgpt = untestable(
+    "003",
+    _KNOB,
+    "“This is why ChatGPT has a temperature parameter”",
+    "The reasons behind a product; there is nothing to compute.",
+)
 layers_differ = untestable(
     "003", _KNOB, "lower layers “learn higher temperatures”, upper layers “lower temperatures”", NEEDS_TRAINING
 )
@@ -151,7 +156,7 @@ def without_exponential() -> CheckResult:
     sound = bool((sparse >= 0).all()) and bool((sparse.amax(-1) >= 0.99).all())
     return judged(
         f"True of s/Σs ({show(simple, 1)}). Sparsemax has no exponential either: (3, −2, 1) gives {show(sparse[0], 0)} "
-        f"and (10, 9, 8) {show(sparse[1], 0)}, no sign and sharper than softmax.",
+        f"and (10, 9, 8) {show(sparse[1], 0)}, without negative weights, and sharper than softmax.",
         bool((simple < 0).any()) and not sound,
         bool((simple < 0).any()),
     )

@@ -54,7 +54,7 @@ def scale_is_not_derived() -> CheckResult:
     likely = agree(torch.stack(estimates), torch.stack(outputs))
     return judged(
         f"The form, not the scale: for α = 0.1, 1/√d and 2 alike the estimate and attention with scale α "
-        f"{how_close(torch.stack(estimates), torch.stack(outputs))}; nothing singles out 1/√d.",
+        f"{how_close(torch.stack(estimates), torch.stack(outputs))}; the derivation does not single out 1/√d.",
         not likely,
         likely,
     )
@@ -184,8 +184,8 @@ def exponential_is_assumed() -> CheckResult:
     exponential = linear.softmax(-1) @ v
     both = max(abs(float(slope(linear, simple))), abs(float(slope(linear.exp(), exponential)))) < 1e-10
     return judged(
-        f"Weights θ/Σθ are derived, for any θ; the exponential is put in by Eq. 3. With θ = s = (3, 2, 1) the same "
-        f"argument yields s/Σs = {show(linear / linear.sum())} (both stationary {tick(both)}).",
+        f"Weights θ/Σθ are derived, for any θ; the exponential is an assumption of Eq. 3. With θ = s = (3, 2, 1) the "
+        f"same argument yields s/Σs = {show(linear / linear.sum())} (both stationary {tick(both)}).",
         not both,
         both,
     )

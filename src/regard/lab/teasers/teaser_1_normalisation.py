@@ -103,12 +103,12 @@ def simple_normalisation() -> Teaser:
             ),
             (
                 f"The nearest point is L2 without p ≥ 0, where p = s/τ + const: (3, −2, 1) gives {show(fixed, 2)} at τ "
-                f"= 1, and at τ = 2, which is Σs, exactly s/Σs ({how_close(at_sum, by_sum(row))}). So every row has a "
-                "temperature of its own, read off the scores that it should judge."
+                f"= 1, and at τ = 2, which is Σs, exactly s/Σs ({how_close(at_sum, by_sum(row))}). So every row has "
+                "its own temperature, computed from the scores that it is meant to weigh."
             ),
             (
                 f"Where the sum is negative so is that temperature, and the worst key gets most: (−1, −2) gives "
-                f"{show(by_sum(tensor(-1, -2)), 2)}. regard's answer to τ = −3: {refused}."
+                f"{show(by_sum(tensor(-1, -2)), 2)}. For τ = −3 regard raises: {refused}."
             ),
             "With p ≥ 0 back in place L2 is sparsemax: no exponential, no negative weight, shift-invariant.",
         ],

@@ -52,12 +52,12 @@ def skipped_scaling() -> Teaser:
         ],
         [
             (
-                f"The scale is no separate step: scale 1/√d_k and τ = √d_k on raw scores "
+                f"The scale is a temperature, not a separate step: scale 1/√d_k and τ = √d_k on raw scores "
                 f"{how_close(as_scale, as_temperature)}."
             ),
             (
-                "Without it τ shrinks against the scores as d_k grows, towards the point τ = 0, hard routing: one key "
-                "takes the row and the gradient to the scores goes with it."
+                "Without it τ becomes small relative to the scores as d_k grows. The limit τ = 0 is hard routing: one "
+                "key takes the whole row, and the gradient with respect to the scores vanishes."
             ),
         ],
     )

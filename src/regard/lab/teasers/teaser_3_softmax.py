@@ -89,13 +89,13 @@ def removed_softmax() -> Teaser:
         [
             (
                 f"Raw dot products are a point of the space (L2, free, no sign): {how_close(raw, s)}. Its rows have no "
-                "mass to keep, so outputs grow with the number of keys and the size of the scores."
+                "fixed mass, so outputs grow with the number of keys and the size of the scores."
             ),
             (
-                "ReLU(s)/ΣReLU(s) is the optimum of no problem with given f, τ and π: the test of teaser 1 catches it, "
-                f"too {tick(no_optimum(by_relu))}. A row of negative scores is 0/0. The nearest point is sparsemax: "
-                "it fixes τ and solves for λ, where ReLU(s)/Σ fixes λ = 0 and solves for τ, and has an answer for "
-                "every row."
+                "ReLU(s)/ΣReLU(s) is the optimum of no problem with given f, τ and π: it fails the test of "
+                f"teaser 1 too {tick(no_optimum(by_relu))}. A row of negative scores is 0/0. The nearest point is "
+                "sparsemax: it fixes τ and solves for λ, where ReLU(s)/Σ fixes λ = 0 and solves for τ, and has an "
+                "answer for every row."
             ),
             "“O(n)” belongs to ReLU(Q) ReLU(K)ᵀ, whose rank stays at d; the printed ReLU(QKᵀ) has full rank.",
         ],

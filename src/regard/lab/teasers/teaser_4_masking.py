@@ -63,7 +63,7 @@ def only_masking() -> Teaser:
     return Teaser(
         4,
         "What if we only use masking without softmax?",
-        "s/Σs has no prior, so a mask has nowhere to go; without the prior's zeros the future leaks.",
+        "s/Σs has no prior, so there is no place for a mask; without the zeros of a prior the future leaks.",
         [attempts, leaks],
         [
             (

@@ -87,8 +87,8 @@ def removed_shift() -> Teaser:
     return Teaser(
         5,
         "What if we remove the shifting trick?",
-        "Nothing of the problem: p = exp(s − λ), and the shift subtracts a part of λ before exp instead of dividing "
-        "after it. What is dropped is a representable exp(s).",
+        "No part of the problem: p = exp(s − λ), and the shift subtracts a part of λ before exp instead of dividing "
+        "after it. Dropped is the guarantee that exp(s) is representable.",
         [
             Exhibit(
                 f"Where exp(s)/Σexp(s) breaks, found by bisection (n = {MANY} for the sum; last column: with the "
@@ -97,7 +97,8 @@ def removed_shift() -> Teaser:
                 rows,
             ),
             Exhibit(
-                f"Beyond it, without and with the shift; right, the mass of {MANY} equal keys above the sum's limit",
+                f"Beyond these limits, without and with the shift; on the right the mass of {MANY} equal keys above "
+                "the second limit",
                 ("dtype", "scores", "no shift", "regard", "mass, no shift", "mass, regard"),
                 after,
             ),
@@ -108,13 +109,13 @@ def removed_shift() -> Teaser:
                 "shift, so the shift costs nothing. (s/Σs is not, and cannot be shifted: teaser 1.)"
             ),
             (
-                "Above the first limit one key suffices for ∞/∞ = NaN. Above the second, lower one nothing is NaN and "
-                "it is worse: Σ is inf, all weights are 0 and the row silently loses its mass. Below the third, Σ = 0 "
-                "and 0/0 = NaN."
+                "Above the first limit one key suffices for ∞/∞ = NaN. Above the second, lower limit there is no NaN, "
+                "which is worse: Σ is inf, all weights are 0 and the row silently loses its mass. Below the third, Σ = "
+                "0 and 0/0 = NaN."
             ),
             (
-                "With the shift the best key has exp(0) = 1, so 1 ≤ Σ ≤ n: neither end can be reached. What underflows "
-                "(last column) are weights too small for the dtype, and they become 0."
+                "With the shift the best key has exp(0) = 1, so 1 ≤ Σ ≤ n: neither limit can be reached. Only weights "
+                "that are too small for the dtype underflow to 0 (last column)."
             ),
         ],
     )
