@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import regard
-from regard.lab import smollm2
+from regard.lab import rules, smollm2
 from regard.lab.configuration import configured
 from regard.lab.corpus import standard_library
 from regard.lab.experiment import LabError, Outcome, Outcomes, Stopped
@@ -124,8 +124,8 @@ def test_performers_differ_by_layer_and_seed():
 
     def drawn(seed, rule="Performer"):
         torch.manual_seed(seed)
-        model = Transformer(9, config["length"], **sizes, **normalizer.attention_named(rule, config))
-        return normalizer.draw_directions(model, seed)
+        model = Transformer(9, config["length"], **sizes, **rules.attention_named(rule, config))
+        return rules.draw_directions(model, seed)
 
     def directions(model):
         return [block.attention.attention.projection for block in model.blocks]

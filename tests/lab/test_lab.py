@@ -40,6 +40,7 @@ from regard.lab.judging import (
     verdict,
 )
 from regard.lab.runner import Run
+from regard.lab.session import Display, RunRequest, run_experiments
 from regard.lab.training import Training, text_model, train_on_text
 from regard.lab.workers import measure_on_workers
 from support.lab import TEXT, contents
@@ -372,6 +373,7 @@ def test_run_and_report(command, tmp_path):
     shown = command(*arguments)
     assert shown.exit_code == 0, shown.output
     assert "not significant" in shown.output
+    assert shown.output.count("too small for a verdict") == 1
     result = tmp_path / "runs" / "masking-quick" / "cells" / "no_mask" / "0" / "result.json"
     written = result.stat().st_mtime_ns
     assert command(*arguments).exit_code == 0 and result.stat().st_mtime_ns == written
@@ -380,6 +382,49 @@ def test_run_and_report(command, tmp_path):
     assert command("report", "--out", "lab.html").exit_code == 0
     made = (tmp_path / "lab.html").read_text()
     assert "regard lab run masking --quick --text a.txt --set steps=4 --set every=2" in made
+
+
+class Recorder(Display):
+    """A display that records its calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def running(self, experiment, cells, finished):
+        self.calls.append(("running", experiment, cells, finished))
+        return contextlib.nullcontext()
+
+    def cell(self, description):
+        self.calls.append(("cell", description))
+
+    def steps(self, done, total, description=None):
+        self.calls.append(("steps", done, total))
+
+    def cell_finished(self):
+        self.calls.append(("finished",))
+
+    def concluded(self, record):
+        self.calls.append(("concluded", record["name"], record["complete"]))
+
+    def stopped(self):
+        self.calls.append(("stopped",))
+
+
+def test_a_display_receives_the_progress_of_a_session(tmp_path):
+    (tmp_path / "a.txt").write_text("to be or not to be, that is the question. " * 100)
+    changes = ["steps=2", "every=1"]
+    request = RunRequest("masking", quick=True, text=tmp_path / "a.txt", out=tmp_path / "runs", changes=changes)
+    display = Recorder()
+    assert run_experiments(request, display)
+    cells = [
+        call
+        for setting in ("minus infinity", "mask to zero", "no mask")
+        for call in (("cell", f"{setting}, seed 0"), ("steps", 1, 2), ("steps", 2, 2), ("finished",))
+    ]
+    assert display.calls == [("running", "masking", 3, 0), *cells, ("concluded", "masking", True)]
+    again = Recorder()  # every cell is finished
+    assert run_experiments(request, again)
+    assert again.calls == [("running", "masking", 3, 0), *[("finished",)] * 3, ("concluded", "masking", True)]
 
 
 @pytest.mark.parametrize(

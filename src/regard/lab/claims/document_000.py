@@ -19,16 +19,16 @@ from ..variants import without_sign
 from .claim import CheckResult, collect, judged, says, untestable
 from .rows import EXAMPLE, TAU, divergence, entropy, random_plans, weights
 
-_000_TOP, _000_INTRO = "TL;DR", "Derivation"
-_000_1, _000_2 = "1. The Optimization Objective", "2. Lagrangian Formulation"
-_000_3, _000_4 = "3. First-Order Optimality Conditions", "4. Solution Derivation"
+_TOP, _DERIVATION = "TL;DR", "Derivation"
+_OBJECTIVE, _LAGRANGIAN = "1. The Optimization Objective", "2. Lagrangian Formulation"
+_CONDITIONS, _SOLUTION = "3. First-Order Optimality Conditions", "4. Solution Derivation"
 
 no_firm_basis = untestable(
-    "000", _000_TOP, "“lacking a firm mathematical basis”", "A judgement on a field; there is nothing to compute."
+    "000", _TOP, "“lacking a firm mathematical basis”", "A judgement on a field; there is nothing to compute."
 )
 
 
-@says("000", _000_TOP, "softmax is “the exact solution to an entropy-regularized optimal transport problem”")
+@says("000", _TOP, "softmax is “the exact solution to an entropy-regularized optimal transport problem”")
 def exact_solution_of_transport() -> CheckResult:
     s = draw(6, 6, scale=1.5)
     p = s.softmax(-1)
@@ -42,7 +42,7 @@ def exact_solution_of_transport() -> CheckResult:
     )
 
 
-@says("000", _000_INTRO, "softmax is “the unique solution”")
+@says("000", _DERIVATION, "softmax is “the unique solution”")
 def unique_solution() -> CheckResult:
     p = random_plans(1000, 4)
     gap = regard.certify(EXAMPLE.expand_as(p), p, Transport(temperature=TAU)).gap
@@ -56,7 +56,7 @@ def unique_solution() -> CheckResult:
     )
 
 
-@says("000", _000_INTRO, "“balancing the maximization of similarity against … entropy”")
+@says("000", _DERIVATION, "“balancing the maximization of similarity against … entropy”")
 def balances() -> CheckResult:
     taus = [0.1, 0.3, 1.0, 3.0, 10.0]
     plans = torch.stack([weights(EXAMPLE, t) for t in taus])
@@ -68,7 +68,7 @@ def balances() -> CheckResult:
     )
 
 
-@says("000", _000_INTRO, "“Scaled Dot-Product Attention” is this problem")
+@says("000", _DERIVATION, "“Scaled Dot-Product Attention” is this problem")
 def scaled_attention_is_the_problem() -> CheckResult:
     q, k = draw(1, 1, 5, 16, seed=1), draw(1, 1, 7, 16, seed=2)
     read = F.scaled_dot_product_attention(q, k, torch.eye(7).double()[None, None])
@@ -76,7 +76,7 @@ def scaled_attention_is_the_problem() -> CheckResult:
     return judged(f"PyTorch's SDPA and the plan at τ = √d_k on raw dot products {how_close(read, p)}.", agree(read, p))
 
 
-@says("000", _000_1, "“simplex constraint Σ p = 1”")
+@says("000", _OBJECTIVE, "“simplex constraint Σ p = 1”")
 def simplex_constraint() -> CheckResult:
     softmax, free_sign = weights(EXAMPLE), regard.solve(EXAMPLE, Transport(without_sign())).weights
     return judged(
@@ -92,7 +92,7 @@ def _lagrangian(p: Tensor, multiplier: Tensor) -> Tensor:
     return -(p * EXAMPLE).sum() + TAU * (p * p.log()).sum() + multiplier * (1 - p.sum())
 
 
-@says("000", _000_2, "L = −Σ p (q·k) + τ Σ p log p + λ(1 − Σ p)")
+@says("000", _LAGRANGIAN, "L = −Σ p (q·k) + τ Σ p log p + λ(1 − Σ p)")
 def lagrangian() -> CheckResult:
     plan = regard.solve(EXAMPLE, Transport(temperature=TAU))
     p = plan.weights.clone().requires_grad_()
@@ -106,7 +106,7 @@ def lagrangian() -> CheckResult:
     )
 
 
-@says("000", _000_3, "∂L/∂p = −q·k + τ(1 + log p) − λ")
+@says("000", _CONDITIONS, "∂L/∂p = −q·k + τ(1 + log p) − λ")
 def derivative_of_the_lagrangian() -> CheckResult:
     p, multiplier = random_plans(4, seed=3).requires_grad_(), tensor(0.3)[0]
     (found,) = torch.autograd.grad(_lagrangian(p, multiplier), p)
@@ -114,7 +114,7 @@ def derivative_of_the_lagrangian() -> CheckResult:
     return judged(f"Autograd and the formula, at a random p: {how_close(found, printed)}.", agree(found, printed))
 
 
-@says("000", _000_3, "“set it to zero (KKT condition)”")
+@says("000", _CONDITIONS, "“set it to zero (KKT condition)”")
 def karush_kuhn_tucker() -> CheckResult:
     soft, sparse = regard.solve(EXAMPLE, Transport(temperature=TAU)), regard.solve(EXAMPLE, Transport(Tsallis(2.0)))
     # The multipliers of p ≥ 0, which the printed condition leaves out: τ f′(p) + λ − s.
@@ -127,7 +127,7 @@ def karush_kuhn_tucker() -> CheckResult:
     )
 
 
-@says("000", _000_4, "τ log p = q·k + λ − τ")
+@says("000", _SOLUTION, "τ log p = q·k + λ − τ")
 def rearranged() -> CheckResult:
     plan = regard.solve(EXAMPLE, Transport(temperature=TAU))
     multiplier = TAU - plan.dual
@@ -139,7 +139,7 @@ def rearranged() -> CheckResult:
     )
 
 
-@says("000", _000_4, "“exp((λ − τ)/τ) is constant for all j”, it is 1/Z")
+@says("000", _SOLUTION, "“exp((λ − τ)/τ) is constant for all j”, it is 1/Z")
 def scaling_factor() -> CheckResult:
     plan = regard.solve(EXAMPLE, Transport(temperature=TAU))
     factor = plan.weights / (EXAMPLE / TAU).exp()
@@ -152,7 +152,7 @@ def scaling_factor() -> CheckResult:
     )
 
 
-@says("000", _000_4, "p* = exp(q·k/τ) / Σ exp(q·k/τ)")
+@says("000", _SOLUTION, "p* = exp(q·k/τ) / Σ exp(q·k/τ)")
 def canonical_softmax() -> CheckResult:
     s, taus = draw(50, 6, seed=4, scale=3), [0.2, 0.7, 1.0, 5.0]
     solved = torch.stack([weights(s, t) for t in taus])

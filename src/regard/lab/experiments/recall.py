@@ -10,9 +10,9 @@ import torch
 from ...nn import Transformer
 from ..experiment import Cell, Conclusion, Config, Experiment, Outcomes
 from ..judging import Interval, Judged, differences, interval, judge_effect, withhold
+from ..rules import attention_named, draw_directions
 from ..tasks import accuracies, measure_task, task_settings
 from ..training import Batch
-from .normalizer import attention_named, draw_directions
 
 SOURCE = "003, brain teaser #3: “Real-world case study”"
 LINEAR = ("linear (elu + 1)", "Performer", "ReLU features")
