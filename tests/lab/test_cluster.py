@@ -64,9 +64,9 @@ def test_ray_gives_the_same_cells_also_when_stopped_and_continued(tmp_path, monk
         running.append(cells)
 
     assert not cluster.measure_on_cluster(run, lambda: finished.append(1), lambda: any(running), steps)
-    begun = [cell for cell in run.cells() if (run.folder_of(*cell) / "checkpoint.safetensors").exists()]
-    assert begun and all(run.result(*cell) is None for cell in begun) and not finished
-    metrics = run.folder_of(*begun[0]) / "metrics.jsonl"
+    started = [cell for cell in run.cells() if (run.folder_of(*cell) / "checkpoint.safetensors").exists()]
+    assert started and all(run.result(*cell) is None for cell in started) and not finished
+    metrics = run.folder_of(*started[0]) / "metrics.jsonl"
     metrics.write_text(
         metrics.read_text().replace('"step": 0,', '"step": 0.0,', 1)
     )  # this change is lost if the cell starts again
@@ -166,9 +166,9 @@ def test_ctrl_c_lets_the_nodes_write_checkpoints(tmp_path, short_folder):
         time.sleep(0.1)
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 130, said.decode()
-    assert b"the same command continues from here" in said
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 130, output.decode()
+    assert b"the same command continues from here" in output
     cells = tmp_path / "masking-quick" / "cells"
     found = [
         [json.loads(line)["step"] for line in metrics.read_text().splitlines()] for metrics in cells.rglob("*.jsonl")

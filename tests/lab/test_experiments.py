@@ -540,12 +540,12 @@ def test_matching_tasks_are_a_permutation_and_a_hub():
     config, generator = load("matching").full, torch.Generator().manual_seed(0)
     symbols, length = config["symbols"], config["length"]
     tokens, targets = matching.sorting(50, config, generator)
-    for row, asked in zip(tokens.tolist(), targets.tolist(), strict=True):
-        assert len(set(row)) == length and asked == sorted(row) and max(row) < symbols
+    for row, target in zip(tokens.tolist(), targets.tolist(), strict=True):
+        assert len(set(row)) == length and target == sorted(row) and max(row) < symbols
     tokens, targets = matching.telling(50, config, generator)
-    for row, asked in zip(tokens.tolist(), targets.tolist(), strict=True):
-        (told,) = (t for t in row if t >= symbols)
-        assert asked == [told - symbols] * length and max(row) < 2 * symbols
+    for row, target in zip(tokens.tolist(), targets.tolist(), strict=True):
+        (marked,) = (t for t in row if t >= symbols)
+        assert target == [marked - symbols] * length and max(row) < 2 * symbols
     with pytest.raises(LabError, match="--set symbols: expected at least length=16, got 8"):
         configured(load("matching"), False, {"symbols": "8"})
 
@@ -581,21 +581,21 @@ def test_recall_targets_follow_from_the_context():
     config, generator = load("recall").full, torch.Generator().manual_seed(0)
     symbols, pairs, kinds = config["symbols"], config["pairs"], config["values"]
     tokens, targets = recall.recall(50, config, generator)
-    for row, asked in zip((tokens - kinds).tolist(), targets.tolist(), strict=True):
+    for row, target in zip((tokens - kinds).tolist(), targets.tolist(), strict=True):
         known = dict(divmod(pair - symbols, kinds) for pair in row[:pairs])
-        assert len(known) == pairs and asked[:pairs] == [-1] * pairs
-        assert [known[key] for key in row[pairs:]] == asked[pairs:] and set(row[pairs:]) == set(known)
+        assert len(known) == pairs and target[:pairs] == [-1] * pairs
+        assert [known[key] for key in row[pairs:]] == target[pairs:] and set(row[pairs:]) == set(known)
     tokens, targets = recall.copying(50, config, generator)
-    asked = targets >= 0
+    counted = targets >= 0
     assert (
-        torch.equal(tokens[:, 1:][asked[:, :-1]], targets[asked])
-        and asked.sum(1).unique().item() == tokens.shape[1] // 2
+        torch.equal(tokens[:, 1:][counted[:, :-1]], targets[counted])
+        and counted.sum(1).unique().item() == tokens.shape[1] // 2
     )
     tokens, targets = recall.addition(200, config, generator)
-    for row, asked in zip(tokens.tolist(), targets.tolist(), strict=True):
+    for row, target in zip(tokens.tolist(), targets.tolist(), strict=True):
         text = "".join("0123456789+="[t] for t in row)
         a, b, c = (int(part[::-1]) for part in text.replace("=", "+").split("+"))
-        assert a + b == c and [t for t in asked if t >= 0] == row[2 * config["digits"] + 2 :]
+        assert a + b == c and [t for t in target if t >= 0] == row[2 * config["digits"] + 2 :]
 
 
 def test_recall_verdicts_can_go_either_way():

@@ -451,17 +451,17 @@ def test_after_ctrl_c_the_same_command_continues(tmp_path):
     steps = []
     for _ in range(2):
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        begun = len(steps) and steps[-1]
+        started = len(steps) and steps[-1]
         deadline = time.monotonic() + 300
         while time.monotonic() < deadline and process.poll() is None:
             metrics = cell / "metrics.jsonl"
-            if metrics.exists() and len(metrics.read_text().splitlines()) > begun / 2 + 3:
+            if metrics.exists() and len(metrics.read_text().splitlines()) > started / 2 + 3:
                 break
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        said, _ = process.communicate(timeout=60)
-        assert process.returncode == 130, said.decode()
-        assert b"the same command continues from here" in said
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 130, output.decode()
+        assert b"the same command continues from here" in output
         assert (cell / "checkpoint.safetensors").exists() and not (cell / "result.json").exists()
         found = [json.loads(line)["step"] for line in (cell / "metrics.jsonl").read_text().splitlines()]
         assert found == list(range(0, 2 * len(found), 2))  # each exactly once
@@ -500,9 +500,9 @@ def test_two_processes_train_as_one(tmp_path):
         for n, c in commands.items()
     ]
     for process in started:
-        said, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, said.decode()
-        assert said.decode().count("not significant") == 3  # only one process prints
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output.decode()
+        assert output.decode().count("not significant") == 3  # only one process prints
     losses = []
     for name in commands:
         folder = tmp_path / name / "masking-quick"

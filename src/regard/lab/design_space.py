@@ -39,7 +39,7 @@ class DesignCell:
 
 
 CELLS: list[DesignCell] = [
-    # --- KL: softmax and its kin
+    # --- KL: softmax and its relatives
     DesignCell(
         "Transport()", "softmax attention; one-sided entropic optimal transport", "Vaswani et al. 2017; Litman 2025"
     ),

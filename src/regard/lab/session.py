@@ -1,6 +1,6 @@
 """Carries out `regard lab run`: opens the run of each experiment, computes its cells and concludes.
 
-A `Display` is told about the progress; the command line has one that draws progress bars and tables.
+A `Display` receives the progress; that of the command line draws progress bars and tables.
 """
 
 from __future__ import annotations

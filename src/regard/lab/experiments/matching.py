@@ -33,8 +33,8 @@ def telling(count: int, config: Config, generator: torch.Generator) -> Batch:
     length, symbols = config["length"], config["symbols"]
     letters = torch.randint(symbols, (count, length), generator=generator)
     where = torch.randint(length, (count, 1), generator=generator)
-    told = letters.gather(1, where)
-    return letters.scatter(1, where, told + symbols), told.expand(count, length).contiguous()
+    marked = letters.gather(1, where)
+    return letters.scatter(1, where, marked + symbols), marked.expand(count, length).contiguous()
 
 
 TASKS = {"sorting": sorting, "telling": telling}

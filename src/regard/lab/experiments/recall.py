@@ -16,7 +16,7 @@ from ..training import Batch
 
 SOURCE = "003, brain teaser #3: “Real-world case study”"
 LINEAR = ("linear (elu + 1)", "Performer", "ReLU features")
-SOLVED = 0.9  # the mean accuracy of softmax above which a task tells which rules can select
+SOLVED = 0.9  # the mean accuracy of softmax above which a task counts as a test of selection
 
 
 def recall(count: int, config: Config, generator: torch.Generator) -> Batch:
