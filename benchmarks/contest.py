@@ -1,4 +1,4 @@
-"""What is measured: a case, those who compete in it, and the truth (in float64) that each must meet first."""
+"""The cases, the implementations that are compared, and the check of each one against float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import regard
 from regard import AuxRequest, Causal, Transport, Tsallis, Window
 
 TELEMETRY = AuxRequest(lse=True, entropy=True, max_scores=True, score_variance=True)
-BACKEND = "native"  # what "regard" means here
+BACKEND = "native"  # of "regard" in the table
 ALPHAS = {"softmax": 1.0, "entmax15": 1.5, "sparsemax": 2.0}
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -26,19 +26,19 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One problem at one size. float32 unless said; inputs are standard normal, queries times `sharpness`."""
+    """One problem at one size. Inputs are standard normal, queries times `sharpness`."""
 
     name: str
     T: int  # keys
     H: int = 8
     D: int = 64
-    Tq: int = 0  # 0: as many as keys
-    Hkv: int = 0  # 0: as many as heads
+    Tq: int = 0  # queries; 0: as many as keys
+    Hkv: int = 0  # key/value heads; 0: as many as query heads
     kind: str = "full"  # full, causal or window (256 keys, causal)
     family: str = "softmax"
     train: bool = False  # forward and backward
     telemetry: bool = False
-    half: bool = False  # bfloat16
+    half: bool = False  # bfloat16 instead of float32
     sharpness: float = 1.0
     peers: tuple[str, ...] = ("SDPA",)
 
@@ -48,7 +48,7 @@ class Case:
 
     @property
     def pairs(self) -> int:
-        """Pairs of query and key that are read, all heads."""
+        """Admissible pairs of query and key, over all heads."""
         rows = range(self.queries)
         if self.kind == "full":
             return self.H * self.queries * self.T
@@ -56,7 +56,7 @@ class Case:
 
     @property
     def operations(self) -> int:
-        """Operations in the matrix products: two products forward; five more backward, which makes scores anew."""
+        """Operations in the matrix products: two forward, and five backward, where scores are computed again."""
         return self.pairs * self.D * 2 * (7 if self.train else 2)
 
     def inputs(self) -> list[Tensor]:
@@ -71,10 +71,10 @@ WINDOW = 256
 
 
 class Skip(Exception):
-    """Why somebody does not compete."""
+    """Why an implementation does not take part in a case."""
 
 
-# --- the contestants: each makes an attention for a case, or says why not ---------------------------------------------
+# --- the implementations: each gives an attention for a case, or raises Skip ------------------------------------------
 
 
 def problem_of(case: Case) -> Transport:
@@ -112,10 +112,10 @@ def sdpa(case: Case) -> Attention:
 
 
 def eager(case: Case) -> Attention:
-    """Written out in PyTorch: the whole matrix."""
+    """Attention written in PyTorch operations, with the whole matrix of weights."""
     _room_for(case.H * case.queries * case.T * 4 * (6 if case.train else 3), "the scores")
     mask = None if case.kind == "full" else ~_allowed(case.queries, case.T, case.kind)
-    weigh = _weights(case.family)
+    normalize = _weights(case.family)
     if case.family != "softmax" and case.T > 4096:
         raise Skip("takes minutes beyond T = 4096")
 
@@ -123,7 +123,7 @@ def eager(case: Case) -> Attention:
         scores = q @ k.mT * q.shape[-1] ** -0.5
         if mask is not None:
             scores = scores.masked_fill(mask, -math.inf)
-        return weigh(scores) @ v
+        return normalize(scores) @ v
 
     return attention
 
@@ -135,7 +135,7 @@ def flex(case: Case) -> Attention:
 
     mask = None
     if case.kind != "full":
-        _room_for(8 * case.queries * case.T, "FlexAttention's making of the block mask")  # it counts in 64 bits
+        _room_for(8 * case.queries * case.T, "FlexAttention's block mask")  # it is built from 64-bit counts
         left = case.T if case.kind == "causal" else WINDOW - 1
         mask = create_block_mask(
             lambda b, h, i, j: (j <= i) & (j >= i - left), None, None, case.queries, case.T, device="cpu"
@@ -160,7 +160,7 @@ def x_transformers(case: Case) -> Attention:
 
 
 CONTESTANTS: dict[str, tuple[Callable[[Case], Attention], dict[str, Any]]] = {
-    # name: who makes it, and what it computes instead of the case's own problem
+    # name: the function that makes it, and where its problem differs from the case's
     "regard": (ours, {}),
     "SDPA": (sdpa, {"family": "softmax", "telemetry": False}),
     "eager": (eager, {"telemetry": False}),
@@ -171,7 +171,7 @@ CONTESTANTS: dict[str, tuple[Callable[[Case], Attention], dict[str, Any]]] = {
 
 
 def enter(name: str, case: Case) -> tuple[Attention, Case]:
-    """A contestant's attention, and the case that it is then judged by."""
+    """The implementation's attention, and the case that it is checked against."""
     make, instead = CONTESTANTS[name]
     case = replace(case, **instead)
     return make(case), case
@@ -205,11 +205,11 @@ def _allowed(Tq: int, Tk: int, kind: str, rows: Tensor | None = None) -> Tensor:
     return (j <= i) if kind == "causal" else (j <= i) & (j > i - WINDOW)
 
 
-# --- running and judging ----------------------------------------------------------------------------------------------
+# --- running and checking ---------------------------------------------------------------------------------------------
 
 
 def run(attention: Attention, inputs: list[Tensor], grad: Tensor | None) -> list[Tensor]:
-    """The output; with `grad` its gradients too."""
+    """The output, and with `grad` also the gradients."""
     q, k, v = inputs
     if grad is None:
         with torch.no_grad():
@@ -223,14 +223,14 @@ def runner(attention: Attention, case: Case, inputs: list[Tensor]) -> Callable[[
     return lambda: run(attention, inputs, grad)
 
 
-ROWS = 128  # queries that are judged, chosen at random: the truth needs no more memory at T = 65536
+ROWS = 128  # queries that are checked, chosen at random, so that float64 fits into memory at T = 65536
 
 
 def error(attention: Attention, case: Case, inputs: list[Tensor]) -> float:
-    """The largest error against float64, relative to the largest element (gradients of sparse rows: in the mean square,
-    since a key at the very edge of the support may fall on either side).
+    """The largest error against float64, relative to the largest element.
 
-    Judged on some rows of queries; the gradient of an output that is looked at in these rows only needs no other.
+    For gradients of sparse rows it is the error in the mean square, because rounding decides whether a key at the very
+    edge of the support has weight. Only some rows of queries are checked; the output's gradient is 0 in the others.
     """
     torch.manual_seed(0)
     rows = torch.randperm(case.queries)[:ROWS].sort().values
@@ -258,14 +258,14 @@ def error(attention: Attention, case: Case, inputs: list[Tensor]) -> float:
 
 
 def tolerance(case: Case) -> float:
-    """Far above rounding, far below a mistake."""
+    """Far above rounding errors, far below the error of a wrong implementation."""
     if case.half:
         return 2e-2
     return 1e-3 if case.train and case.family != "softmax" else 1e-4
 
 
 def density(case: Case, inputs: list[Tensor]) -> float:
-    """The share of admissible keys that have weight."""
+    """The share of admissible keys whose weight is not 0."""
     q, k, v = (t.detach() for t in inputs)
     with torch.no_grad():
         _, aux = regard.attention(

@@ -1,15 +1,15 @@
-"""How often do plans with both marginals (`RowsAndColumns`) converge? Random problems, judged by linear programming.
+"""How often do plans with both marginals (`RowsAndColumns`) converge? Random problems, checked by linear programming.
 
     python benchmarks/convergence.py [--problems 1000] [--temperature 1e-3] [--backend native] [--seed 0]
 
-Each problem is small (4 to 24 queries and keys, float64) and has one head. Its seed decides what it is made of: dot
-products or points in the plane; no prior, a weighted prior or a mask; equal or unequal marginals; one document or
-several. `problem(seed)` builds it, `judge` decides:
+Each problem is small (4 to 24 queries and keys, float64) and has one head. Its seed decides its parts: dot products or
+points in the plane; no prior, a weighted prior or a mask; equal or unequal marginals; one document or several.
+`problem(seed)` builds it, `judge` checks the result:
 
-- a plan exists exactly where a linear program moves all mass without using a masked pair (`ot.emd`);
-- where a plan exists, regard must bring all but 1e-6 of the mass into the right columns, and its plan must be the
-  optimum: no worse than the linear program's plan in the regularised objective, no better in the linear one;
-- where none exists, regard must prove it.
+- a plan exists if and only if a linear program can move all mass without using a masked pair (`ot.emd`);
+- if a plan exists, regard must bring all but 1e-6 of the mass into the right columns, and its plan must be the optimum:
+  not worse than the linear program's plan in the regularized objective, not better in the linear one;
+- if none exists, regard must prove it.
 
 Everything else counts as a failure, and the program exits with 1.
 """
@@ -65,7 +65,7 @@ class Problem:
 
 
 def problem(seed: int) -> Problem:
-    """A random problem. The seed's remainders choose its parts, so that all combinations come in turn."""
+    """A random problem. Remainders of the seed choose its parts, so that consecutive seeds give all combinations."""
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -87,14 +87,16 @@ def problem(seed: int) -> Problem:
     row, column = torch.ones(Tq, dtype=torch.float64), torch.ones(Tk, dtype=torch.float64)
     if marginals == "unequal":
         row, column = normal(Tq).exp(), normal(Tk).exp()
-    for document in range(documents):  # in each document the keys receive what the queries ship
+    for document in range(documents):  # in each document the keys receive as much as the queries send
         here = key_ids == document
         column[here] *= row[query_ids == document].sum() / column[here].sum()
     mask = None
     if prior == "masked":
         mask = torch.rand(Tq, Tk, generator=g) < 0.25 + 0.5 * torch.rand((), generator=g)
         same = query_ids[:, None] == key_ids
-        mask |= ~(mask & same).any(1, keepdim=True) | ~(mask & same).any(0)  # everyone has a counterpart
+        mask |= ~(mask & same).any(1, keepdim=True) | ~(mask & same).any(
+            0
+        )  # every query and key has an admissible pair
         mask[0, -1] = True  # never causal, even by chance
     return Problem(
         f"{geometry}, {prior}, {marginals} marginals, {documents} documents",
@@ -111,13 +113,13 @@ def problem(seed: int) -> Problem:
 
 
 def _documents(n: int, documents: int, g: torch.Generator) -> Tensor:
-    """The document of each position: consecutive runs, none empty."""
+    """The document of each position: consecutive and not empty."""
     cuts = torch.randperm(n - 1, generator=g)[: documents - 1].sort().values + 1
     return torch.bucketize(torch.arange(n), cuts, right=True)
 
 
 def linear_program(given: Problem) -> Tensor | None:
-    """The plan of the largest score among those that meet both marginals, or None where there is no plan."""
+    """The plan with the largest score among those with both marginals, or None if there is none."""
     plan = torch.zeros(len(given.row), len(given.column), dtype=torch.float64)
     for document in given.query_ids.unique():
         i, j = given.query_ids == document, given.key_ids == document
@@ -135,17 +137,17 @@ def _moved(a: np.ndarray, b: np.ndarray, cost: np.ndarray) -> np.ndarray:
     """The cheapest plan between two distributions."""
     import ot
 
-    if min(cost.shape) == 1:  # there is only one plan, and the network simplex fails on it
+    if min(cost.shape) == 1:  # there is only one plan, and ot.emd fails on it
         return a[:, None] * b
     cost = cost - cost.min()  # it also fails on some small problems with negative costs
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it warns where it fails
+        warnings.simplefilter("error")  # ot.emd warns if it fails
         return ot.emd(a, b, cost, numItermax=10**6)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a problem: `failure` is empty where the answer was right."""
+    """The result of a problem: `failure` is empty if the answer is right."""
 
     iterations: int
     proof: str
@@ -173,7 +175,7 @@ def judge(given: Problem, temperature: float, backend: str) -> Verdict:
 
 
 def _compare(given: Problem, temperature: float, aux: regard.AuxOutput, exact: Tensor) -> str:
-    """What is wrong with the plan that the prices describe, beside the linear program's plan; "" if nothing is."""
+    """What is wrong with the plan of these prices, compared with the linear program's plan; "" if nothing is."""
     assert aux.dual is not None and aux.column_dual is not None
     prior = torch.zeros_like(exact) if given.log_prior is None else given.log_prior
     scores = given.scores
@@ -191,14 +193,14 @@ def _compare(given: Problem, temperature: float, aux: regard.AuxOutput, exact: T
         return float((torch.xlogy(p, p) - p * torch.where(p > 0, prior, 0.0)).sum())
 
     best, mine = float((exact * scores).sum()), float((plan * scores).sum())
-    # Moving the misplaced mass into place changes either objective by at most this much.
+    # Moving the misplaced mass to the right columns changes either objective by at most `slack`.
     spread = scores.max() - scores.min() + temperature * (exponent[given.admissible].abs().max() + 10)
     slack = 4 * TOLERANCE * float(given.row.sum() * spread)
     if mine > best + slack:
         return f"scores {mine:.9g}, more than the linear program's {best:.9g}"
     gained = temperature * (divergence(exact) - divergence(plan))
     if best - mine > gained + slack:
-        return f"scores {best - mine:.2e} less than the linear program, and its entropy is worth only {gained:.2e}"
+        return f"scores {best - mine:.2e} less than the linear program, but its entropy gains only {gained:.2e}"
     return ""
 
 
@@ -207,7 +209,7 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=1000, help="random problems for each temperature and backend")
     parser.add_argument("--temperature", type=float, action="append", help="default: 1e-1, 1e-2, 3e-3, 1e-3")
     parser.add_argument("--backend", choices=("native", "torch"), action="append", help="default: both")
-    parser.add_argument("--seed", type=int, default=0, help="of the first problem")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first problem")
     options = parser.parse_args()
     torch.set_num_threads(1)
     failures = 0

@@ -1,20 +1,19 @@
-"""Attention by features against exact attention and against other implementations; each row behind a check.
+"""Attention by features against exact attention and other packages. Results are checked before they are timed.
 
     python benchmarks/features.py [--only scaling|crossover|quality|peers] [--seconds 1] [--threads 2]
                                   [--processor-time]
 
 "scaling": time and peak memory of causal calls from T = 4096 to 262144, one head, and the slope of log time over log T
 (1: linear). "crossover": the length from which features are faster than exact attention on the native engine, 8 heads;
-the times in between two lengths are read off a straight line in the logarithms. "quality": FAVOR+ against softmax,
-beside performer-pytorch. "peers": performer-pytorch and linear-attention-transformer at T = 1024 and 4096. float32,
-D = 64, 256 features for FAVOR+; values are standard normal, queries and keys half of that (FAVOR+ needs small ones). A
-section takes a minute or so.
+between two lengths it is interpolated linearly in the logarithms. "quality": the distance of FAVOR+ from softmax, and
+that of performer-pytorch. "peers": performer-pytorch and linear-attention-transformer at T = 1024 and 4096. All in
+float32 with D = 64, and 256 features for FAVOR+. Values are standard normal, queries and keys half of that, because
+FAVOR+ needs small ones. A section takes about a minute.
 
-Before it is timed, regard's output is compared with the definition (the whole matrix of weights in float64), its
-gradients too where it is trained, and so is performer-pytorch's output with the same directions. "quality" fails where
-ours is further from softmax than performer-pytorch's on the mean of some draws. linear-attention-transformer has
-another map of as many features (softmax of q, exp of k; causal rows do not see their own bucket), so it is timed, not
-compared.
+Before regard is timed, its output (in training also the gradients) is compared with the definition, the whole matrix of
+weights in float64. So is performer-pytorch's output with the same directions. "quality" fails if regard's mean distance
+from softmax over several draws is larger than performer-pytorch's. linear-attention-transformer has another map of as
+many features (softmax of q, exp of k; causal rows do not see their own bucket), so it is timed but not compared.
 """
 
 from __future__ import annotations
@@ -25,13 +24,11 @@ import importlib.util
 import io
 import json
 import math
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,7 +66,7 @@ def job(attention: Callable[..., Tensor], given: list[Tensor], train: bool) -> C
     return lambda: torch.autograd.grad(attention(*given), given, grad)
 
 
-# --- the truth --------------------------------------------------------------------------------------------------------
+# --- the definition ---------------------------------------------------------------------------------------------------
 
 
 def weights(phi_q: Tensor, phi_k: Tensor, causal: bool) -> Tensor:
@@ -89,7 +86,7 @@ def by_definition(module: Features, q: Tensor, k: Tensor, v: Tensor, causal: boo
 
 
 def distance(found: Tensor, exact: Tensor) -> float:
-    """Relative, in the mean square."""
+    """The relative distance in the mean square."""
     return float((found.double() - exact).norm() / exact.norm())
 
 
@@ -104,7 +101,7 @@ def gate(module: Features, causal: bool, train: bool) -> None:
         pairs += zip(found, wanted, strict=True)
     error = max(distance(a.detach(), b.detach().double()) for a, b in pairs)
     if not error < 1e-5:
-        raise SystemExit(f"WRONG: {module!r} is off by {error:.1e}: nothing is timed")
+        raise SystemExit(f"WRONG: the error of {module!r} is {error:.1e}: nothing is timed")
 
 
 # --- scaling ----------------------------------------------------------------------------------------------------------
@@ -128,7 +125,7 @@ def scaling(seconds: float) -> None:
 
 
 def slope(lengths: tuple[int, ...], times: list[float]) -> float:
-    """Of the straight line through (log T, log time), by least squares."""
+    """The slope of the straight line through (log T, log time), by least squares."""
     x = torch.tensor([math.log(T) for T in lengths], dtype=torch.float64)
     y = torch.tensor([math.log(t) for t in times], dtype=torch.float64)
     x = x - x.mean()
@@ -136,13 +133,10 @@ def slope(lengths: tuple[int, ...], times: list[float]) -> float:
 
 
 def peaks(name: str, train: bool) -> list[float | None]:
-    """MiB beyond the inputs, results included, for each length, in a process of their own."""
+    """For each length, peak MiB beyond the inputs, results included; measured in a process of its own."""
     order = json.dumps({"name": name, "train": train, "threads": torch.get_num_threads()})
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    command = [sys.executable, str(Path(__file__)), "--memory", order]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=True)
-        return [float(line) for line in done.stdout.split()[-len(LENGTHS) :]]
+        return [*measure.peaks_printed_by(__file__, "--memory", order, timeout=300)[-len(LENGTHS) :]]
     except (subprocess.SubprocessError, ValueError):
         return [None] * len(LENGTHS)
 
@@ -150,7 +144,7 @@ def peaks(name: str, train: bool) -> list[float | None]:
 def only_memory(order: dict[str, Any]) -> None:
     torch.set_num_threads(order["threads"])
     module = MAPS[order["name"]]()
-    for T in (600, *LENGTHS):  # first a small one: libraries, threads
+    for T in (600, *LENGTHS):  # the small one loads libraries and starts threads
         once = job(lambda q, k, v: module(q, k, v, True), inputs(T, 1, order["train"]), order["train"])
         print(measure.peak_of(once))
 
@@ -186,7 +180,7 @@ def crossover(seconds: float) -> None:
 
 
 def crossing(lengths: tuple[int, ...], ratios: list[float]) -> str:
-    """Where exact time / features' time passes 1 for good."""
+    """The length from which exact time / features' time stays above 1."""
     if ratios[-1] < 1:
         return f"> {lengths[-1]}"
     n = max((i for i, r in enumerate(ratios) if r < 1), default=-1)
@@ -226,10 +220,10 @@ def installed() -> bool:
 
 
 def quality(_: float, draws: int = 20) -> None:
-    """FAVOR+ against softmax attention, for queries and keys of some sizes; beside it the plan that ignores the scores.
+    """The distance of FAVOR+ from softmax for several sizes of queries and keys, and that of the uniform plan.
 
-    The relative variance of one feature is exp(|q' + k'|^2) - 1: with large inputs a few features say everything and
-    the output is noise, unless something (performer-pytorch adds 1e-4 to each feature) draws it to the uniform plan.
+    The relative variance of one feature is exp(|q' + k'|^2) - 1. With large inputs a few features dominate and the
+    output is noise, unless it is biased to the uniform plan (performer-pytorch adds 1e-4 to each feature).
     """
     if not installed():
         return
@@ -267,14 +261,14 @@ def peers(seconds: float) -> None:
                 for name, make in MAPS.items():
                     module = make()
                     if causal and T > 1024 and isinstance(module, Performer):
-                        continue  # performer-pytorch makes T x m x D numbers, some times over: many GiB
+                        continue  # performer-pytorch stores T x m x D numbers several times: many GiB
                     gate(module, causal, train)
                     if isinstance(module, Performer):
                         peer, who = performer_pytorch(causal, module.projection), "performer-pytorch"
                         q, k, v = inputs(256, 2)
                         error = distance(peer(q, k, v), by_definition(module, q, k, v, causal))
                         if not error < 0.05:
-                            raise SystemExit(f"WRONG: {who} is off by {error:.1e}")
+                            raise SystemExit(f"WRONG: the error of {who} is {error:.1e}")
                     else:
                         peer, who = linear_attention_transformer(causal), "linear-attention-transformer"
                     jobs = {
@@ -303,9 +297,11 @@ SECTIONS = {"scaling": scaling, "crossover": crossover, "quality": quality, "pee
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=SECTIONS)
-    parser.add_argument("--seconds", type=float, default=1.0, help="for the rounds of one case")
+    parser.add_argument("--seconds", type=float, default=1.0, help="time for the rounds of one case")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--processor-time", action="store_true", help="of one thread: others may use the machine")
+    parser.add_argument(
+        "--processor-time", action="store_true", help="processor time on one thread, for a machine that others use"
+    )
     parser.add_argument("--memory", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory:

@@ -1,17 +1,17 @@
-"""What it costs to look: whole models, watched and not, each row behind a check.
+"""The cost of inspection: whole models with and without statistics. Results are checked before they are timed.
 
     python benchmarks/inspection.py [cost] [memory] [gpt-oss] [--full] [--length 2048] [--rounds 5] [--clock cpu]
 
 cost      SmolLM2-135M, 30 layers, one sequence: its stock forward pass (sdpa), the same on regard, with every statistic
           but key_mass, and with key_mass. Goal: with statistics at most 1.10 times sdpa.
 memory    The peak of one pass beyond the loaded model, in a process of its own: `regard.inspect` against eager
-          attention with `output_attentions=True`. Where that would not fit, what its matrices alone ask for is
-          computed, and said to be.
-gpt-oss   A small one with random weights: eager, the only stock attention it has on a CPU, against regard; forward,
-          and forward with backward.
+          attention with `output_attentions=True`. If the latter does not fit into memory, the size of its matrices
+          alone is computed, and the row is marked as computed.
+gpt-oss   A small model with random weights: eager, its only stock attention on a CPU, against regard; forward, and
+          forward with backward.
 
-All jobs take turns; shown are medians and the middle 80 % of the rounds, and of ratios within a round. Results go to
-benchmarks/results/inspection.csv.
+All jobs run in every round. The table shows medians and the middle 80 % of the rounds, both of times and of ratios
+within a round. Results are written to benchmarks/results/inspection.csv.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,9 @@ from torch import Tensor
 
 import measure
 import regard
-from measure import Spread
-from regard.statistics import ROW_STATISTICS
-from report import _number
+from measure import Spread, take_turns
+from regard.statistics import NAMES
+from report import interval, short
 from run import machine
 
 PARTS = ("cost", "memory", "gpt-oss")
@@ -51,7 +51,7 @@ class Row:
     T: int
     who: str
     seconds: Spread | None = None
-    ratio: Spread | None = None  # its time by the stock one's in the same round
+    ratio: Spread | None = None  # its time divided by the stock time in the same round
     gib: float | None = None
     verdict: str = ""
 
@@ -64,31 +64,21 @@ class Row:
 WIDTHS = (22, 5, 22, 19, 19, 6, 0)
 HEADING = "| " + " | ".join(
     name.ljust(width)
-    for name, width in zip(("case", "T", "who", "s (10–90 %)", "÷ stock (10–90 %)", "GiB", ""), WIDTHS, strict=True)
+    for name, width in zip(
+        ("case", "T", "implementation", "s (10–90 %)", "÷ stock (10–90 %)", "GiB", ""), WIDTHS, strict=True
+    )
 )
 
 
 def _shown(spread: Spread | None) -> str:
-    return "" if spread is None else f"{_number(spread.middle)} ({_number(spread.low)}–{_number(spread.high)})"
+    return "" if spread is None else interval(spread.low, spread.middle, spread.high)
 
 
 class Wrong(Exception):
-    """Somebody computes something else: nothing is timed."""
+    """An implementation computes something else, so nothing is timed."""
 
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-clock = CLOCKS["wall"]
-
-
-def take_turns(jobs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """As `measure.interleave`, for jobs that take so long that one more to warm up would be too many."""
-    times: dict[str, list[float]] = {name: [] for name in jobs}
-    for n in range(rounds):
-        for name, job in reversed(list(jobs.items())) if n % 2 else jobs.items():
-            began = clock()
-            job()
-            times[name].append(clock() - began)
-    return times
 
 
 def rows_of(case: str, T: int, times: dict[str, list[float]], stock: str) -> list[Row]:
@@ -103,7 +93,7 @@ def tokens(T: int, vocabulary: int) -> Tensor:
     return torch.randint(3, vocabulary, (1, T), generator=torch.Generator().manual_seed(0))
 
 
-# --- what statistics cost ---------------------------------------------------------------------------------------------
+# --- cost of the statistics -------------------------------------------------------------------------------------------
 
 
 def load() -> Any:
@@ -113,7 +103,7 @@ def load() -> Any:
 
 
 def passes(model: Any, ids: Tensor) -> dict[str, Callable[[], Any]]:
-    """One forward pass each; the last two leave an Inspection beside."""
+    """One forward pass each; the last two also give an Inspection."""
 
     def stock(implementation: str) -> Callable[[], Any]:
         def once() -> Any:
@@ -135,12 +125,12 @@ def passes(model: Any, ids: Tensor) -> dict[str, Callable[[], Any]]:
         "sdpa": stock("sdpa"),
         "regard": stock("regard"),
         "with statistics": watched(None),
-        "with key_mass too": watched(ROW_STATISTICS),
+        "with key_mass too": watched(NAMES),
     }
 
 
 def check_statistics(model: Any, T: int = 200) -> None:
-    """Everybody's logits, and the entropy of every head, against eager's matrices."""
+    """Compare the logits of each pass, and the entropy of every head, with those of eager attention."""
     ids = tokens(T, 40000)
     model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -180,7 +170,7 @@ def matrices(T: int, layers: int = 30, heads: int = 9) -> float:
 
 
 def only_memory(order: str) -> None:
-    """In a process of its own: one pass, its peak printed."""
+    """Print the peak of one pass; runs in a process of its own."""
     wanted = json.loads(order)
     torch.set_num_threads(wanted["threads"])
     model, ids = load(), tokens(wanted["T"], 40000)
@@ -191,9 +181,9 @@ def only_memory(order: str) -> None:
             model(ids, output_attentions=True, **QUIET)
 
     job = eager if wanted["who"] == "eager" else lambda ids: regard.inspect(model, ids)
-    job(ids[:, :64])  # libraries, threads
+    job(ids[:, :64])  # loads libraries and starts threads
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what loading left behind is not to be used again unseen
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise memory that loading freed is used again and not counted
     print(measure.peak_of(lambda: job(ids)))
 
 
@@ -232,7 +222,7 @@ def gpt_oss(lengths: list[int], rounds: int | None) -> Iterator[Row]:
         head_dim=64,
         sliding_window=128,
         num_local_experts=2,
-        num_experts_per_tok=2,  # all of them: which token goes where is not for rounding to decide
+        num_experts_per_tok=2,  # all of them, so that rounding cannot change the routing
         max_position_embeddings=8192,
     )
     model = transformers.GptOssForCausalLM(config)
@@ -265,18 +255,21 @@ def gpt_oss(lengths: list[int], rounds: int | None) -> Iterator[Row]:
                 raise Wrong(f"{case}, T = {T}: regard and eager differ by {gap:.1e}")
             for row in rows_of(case, T, take_turns(jobs, rounds or 5), "eager"):
                 if row.ratio is not None:
-                    row.verdict = f"{_number(1 / row.ratio.middle)} times as fast as eager"
+                    row.verdict = f"{short(1 / row.ratio.middle)} times as fast as eager"
                 yield row
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all if none is named")
-    parser.add_argument("--full", action="store_true", help="longer texts too (half an hour)")
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
+    parser.add_argument("--full", action="store_true", help="also longer texts (half an hour)")
     parser.add_argument("--length", type=int, help="this length only")
     parser.add_argument("--rounds", type=int)
     parser.add_argument(
-        "--clock", choices=CLOCKS, default="wall", help="cpu: processor time, where others use the machine; one thread"
+        "--clock",
+        choices=CLOCKS,
+        default="wall",
+        help="cpu: processor time on one thread, for a machine that others use",
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -285,9 +278,8 @@ def main() -> int:
     if options.memory:
         only_memory(options.memory)
         return 0
-    global clock
-    clock = CLOCKS[options.clock]
-    torch.set_num_threads(1 if options.clock == "cpu" else options.threads)  # threads that wait for others use it up
+    measure.clock = CLOCKS[options.clock]
+    torch.set_num_threads(1 if options.clock == "cpu" else options.threads)  # waiting threads would use processor time
     lengths = {
         "cost": [2048, 8192] if options.full else [2048],
         "memory": [1024, 2048, 4096, 8192] if options.full else [1024, 2048],
@@ -313,7 +305,7 @@ def main() -> int:
         print(f"FAILED: {wrong}")
         return 1
     except KeyboardInterrupt:
-        print("\nstopped: what was measured is kept", file=sys.stderr)
+        print("\nstopped: the results so far are kept", file=sys.stderr)
     options.out.mkdir(parents=True, exist_ok=True)
     with (options.out / "inspection.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, [*asdict(Row("", 0, "")), *about])

@@ -1,4 +1,4 @@
-"""Clocks: interleaved rounds, paired ratios with an interval, peak memory in a process apart, the machine's limits."""
+"""Measurements: interleaved rounds, paired ratios with an interval, peak memory, and the machine's limits."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from regard.backends.native import engine
+from regard.backends import native
 
 Job = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A median, and where the middle 80 % lie."""
+    """The median, and the interval that holds the middle 80 %."""
 
     low: float
     middle: float
@@ -37,7 +37,7 @@ class Spread:
         return cls(tenths[0], statistics.median(values), tenths[-1])
 
 
-clock = time.perf_counter  # time.process_time on one thread: where others use the machine, too
+clock = time.perf_counter  # use time.process_time, on one thread, if others use the machine
 
 
 def seconds(job: Job) -> float:
@@ -47,22 +47,31 @@ def seconds(job: Job) -> float:
 
 
 def interleave(jobs: dict[str, Job], budget: float, least: int = 5, most: int = 200) -> dict[str, list[float]]:
-    """Seconds of each job in each round. All jobs run in every round, so that what disturbs the machine disturbs all;
-    every other round goes backwards, so that nobody always follows the same neighbour."""
+    """Seconds of each job in each round.
+
+    All jobs run in every round, so that a disturbance of the machine affects all of them. Every other round runs in
+    reverse order, so that no job always follows the same one."""
     for job in jobs.values():
-        job()  # warm
+        job()  # warm up
     spent = sum(seconds(job) for job in jobs.values())
     rounds = max(least, min(most, int(budget / max(spent, 1e-9))))
+    return take_turns(jobs, rounds)
+
+
+def take_turns(jobs: Mapping[str, Job], rounds: int) -> dict[str, list[float]]:
+    """As `interleave`, with a given number of rounds and without a warm-up, for jobs that take long."""
+    order = list(jobs.items())
     times: dict[str, list[float]] = {name: [] for name in jobs}
     for n in range(rounds):
-        for name, job in reversed(jobs.items()) if n % 2 else jobs.items():
+        for name, job in reversed(order) if n % 2 else order:
             times[name].append(seconds(job))
     return times
 
 
 def paired_cost(on: Job, off: Job, budget: float) -> tuple[float, float, float]:
-    """What `on` costs beyond `off`, relative, with its 95 % interval: the median of the rounds' ratios (one outlier
-    does not move it), and a bootstrap over the rounds."""
+    """The relative cost of `on` beyond `off`: (low, median, high) of the 95 % interval.
+
+    The median of the rounds' ratios is robust to outliers; the interval is a bootstrap over the rounds."""
     times = interleave({"on": on, "off": off}, budget, least=15, most=400)
     logs = [math.log(a / b) for a, b in zip(times["on"], times["off"], strict=True)]
     r = random.Random(0)
@@ -81,8 +90,8 @@ def matrix_rate(rounds: int = 5) -> float:
 
 
 def fma_rate() -> float | None:
-    """Operations per second of multiply-adds on registers, all threads; None without the engine."""
-    module, _ = engine.extension()
+    """Operations per second of multiply-adds on registers, on all threads; None without the engine."""
+    module, _ = native._extension()
     return None if module is None else module.fma_rate(torch.get_num_threads(), 0.3)
 
 
@@ -97,10 +106,9 @@ def read_bandwidth() -> float:
 
 
 def peak_of(job: Job) -> float:
-    """MiB by which the process grows at its peak during the job, beyond what it holds before: outputs, gradients and
-    working memory, not the inputs.
+    """The peak growth of the process during the job in MiB: outputs, gradients and working memory, not the inputs.
 
-    Linux keeps the largest resident size there ever was (VmHWM); writing 5 to clear_refs sets it to the present one.
+    Linux records the largest resident size so far (VmHWM); writing 5 to clear_refs resets it to the current one.
     """
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
@@ -116,15 +124,21 @@ def _status(field: str) -> int:
 
 
 def memory(case: object, contestant: str, timeout: float) -> float | None:
-    """Peak of one run in a fresh process: nothing that ran before has left memory behind to be used again."""
+    """The peak of one run in a new process, where no freed memory of earlier runs is used again."""
     if not Path("/proc/self/clear_refs").exists():
         return None
     order = json.dumps({"case": asdict(case), "contestant": contestant, "threads": torch.get_num_threads()})  # type: ignore[call-overload]
-    # Large blocks straight from the system, and back to it when freed: else the allocator's habits are measured.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    command = [sys.executable, str(Path(__file__).with_name("run.py")), "--memory", order]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=True)
-        return float(done.stdout.strip().splitlines()[-1])
+        return peaks_printed_by(Path(__file__).with_name("run.py"), "--memory", order, timeout=timeout)[-1]
     except (subprocess.SubprocessError, ValueError, IndexError):
         return None
+
+
+def peaks_printed_by(script: str | Path, *arguments: str, timeout: float | None = None) -> list[float]:
+    """The numbers that a script prints in a new process, which is set up for `peak_of`.
+
+    Large blocks are requested from the system and returned when freed, so that the allocator's cache does not count."""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    command = [sys.executable, str(script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=True)
+    return [float(number) for number in done.stdout.split()]

@@ -1,6 +1,6 @@
-"""Rows of results: as a Markdown table while they come, as CSV for machines, as a plot of ratios against length.
+"""Results of the benchmarks: a Markdown table line by line, a CSV file, and a plot of ratios against length.
 
-python benchmarks/report.py docs/speed.md     # write the goals of the last run into the page
+python benchmarks/report.py README.md docs/speed.md     # replace the table of goals in these pages by the last run's
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from measure import Spread
 
 @dataclass
 class Row:
-    """One contestant in one case. A ratio is its time by regard's in the same round: above 1, regard is faster."""
+    """One implementation (`who`) in one case. A ratio is its time divided by regard's time in the same round: above 1,
+    regard is faster."""
 
     case: str
     who: str
@@ -42,7 +43,7 @@ class Row:
     of_bandwidth: float | None = None
     extra_mib: float | None = None
     target: str = ""
-    verdict: str = ""  # reached, not reached, or nothing
+    verdict: str = ""  # "reached", "not reached", or "" without a target
     note: str = ""
 
     def time(self, spread: Spread) -> None:
@@ -55,28 +56,29 @@ class Row:
         self.target, self.verdict = target, "reached" if reached else "not reached"
 
 
-def _number(x: float) -> str:
+def short(x: float) -> str:
+    """About three digits."""
     return f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}" if x >= 1 else f"{x:.3f}"
 
 
-def _spread(low: float | None, middle: float | None, high: float | None) -> str:
+def interval(low: float | None, middle: float | None, high: float | None) -> str:
     if low is None or middle is None or high is None:
         return ""
-    return f"{_number(middle)} ({_number(low)}–{_number(high)})"
+    return f"{short(middle)} ({short(low)}–{short(high)})"
 
 
 def _percent(x: float | None) -> str:
     return "" if x is None else f"{x:.0%}"
 
 
-COLUMNS = {  # heading: width and text
+COLUMNS = {  # heading: width, and the text of a row
     "case": (22, lambda r: r.case),
     "kind": (6, lambda r: r.kind),
     "T": (5, lambda r: str(r.T) if r.T else ""),
     "D": (3, lambda r: str(r.D) if r.D else ""),
-    "who": (14, lambda r: r.who),
-    "ms (10–90 %)": (21, lambda r: _spread(r.ms_low, r.ms, r.ms_high)),
-    "× regard (10–90 %)": (19, lambda r: _spread(r.ratio_low, r.ratio, r.ratio_high)),
+    "implementation": (14, lambda r: r.who),
+    "ms (10–90 %)": (21, lambda r: interval(r.ms_low, r.ms, r.ms_high)),
+    "× regard (10–90 %)": (19, lambda r: interval(r.ratio_low, r.ratio, r.ratio_high)),
     "sgemm": (5, lambda r: _percent(r.of_sgemm)),
     "FMA": (4, lambda r: _percent(r.of_fma)),
     "MiB": (5, lambda r: "" if r.extra_mib is None else f"{r.extra_mib:.0f}"),
@@ -97,7 +99,7 @@ def line(row: Row) -> str:
 
 
 def write(rows: list[Row], machine: dict[str, str], folder: Path) -> list[Path]:
-    """results.csv, results.md and ratios.svg."""
+    """Write results.csv, results.md and ratios.svg into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     table, page, plot = folder / "results.csv", folder / "results.md", folder / "ratios.svg"
     with table.open("w", newline="") as file:
@@ -129,7 +131,7 @@ def read(table: Path) -> list[Row]:
 
 
 def goals(rows: list[Row]) -> str:
-    """Every row that has a goal, as docs/speed.md shows it."""
+    """A table of the rows that have a goal, as README shows it."""
     lines, density = [GOALS, "|---|---|---|---|---|---|---|"], None
     for row in rows:
         density = row.density if row.who == "regard" else density
@@ -140,7 +142,7 @@ def goals(rows: list[Row]) -> str:
         )
         case = case.replace("entmax15", "entmax 1.5")
         if row.who in ("SDPA", "eager", "regard causal"):
-            found = f"**{_number(row.ratio)}** [{_number(row.ratio_low)}, {_number(row.ratio_high)}]"  # type: ignore[arg-type]
+            found = f"**{short(row.ratio)}** [{short(row.ratio_low)}, {short(row.ratio_high)}]"  # type: ignore[arg-type]
             case += "" if density is None else f", {density:.1%} of keys".replace("%", " %")
             case += ", bf16" if row.dtype == "bfloat16" else ""
             case += f", D = {row.D}" if row.D != 64 else ""
@@ -160,13 +162,13 @@ def goals(rows: list[Row]) -> str:
 
 
 def with_goals(table: str, page: Path) -> str:
-    """The page's text with this table of goals in place of its own, which has no more rows."""
+    """The page's text with its table of goals replaced by this one. Raises if the new table has fewer rows."""
     before, _, rest = page.read_text().partition(GOALS)
     if not rest:
         raise SystemExit(f"{page}: expected a table that begins with {GOALS!r}")
     old, _, after = rest.partition("\n\n")
     if len(old.strip().splitlines()) > len(table.strip().splitlines()) - 1:
-        raise SystemExit(f"{page}: its table has more rows than the last run: run the benchmarks whole")
+        raise SystemExit(f"{page}: its table has more rows than the last run: run all benchmarks first")
     return f"{before}{table}\n{after}" if after else f"{before}{table}"
 
 
@@ -178,7 +180,7 @@ COLOURS = ("#1b6ca8", "#c8553d", "#588157", "#8e6c8a", "#b08900", "#555555")
 
 
 def svg(rows: list[Row], caption: str) -> str:
-    """Time by regard's against T, both logarithmic: a panel per case, a line per peer. Above 1, regard is faster."""
+    """Time divided by regard's time against T, both logarithmic: a panel per case, a line per peer."""
     panels: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
         if row.ratio and row.who != "regard" and row.T:
@@ -187,7 +189,7 @@ def svg(rows: list[Row], caption: str) -> str:
             panels.setdefault(f"{row.case}, {row.kind}{density}, {sizes}", {}).setdefault(row.who, []).append(row)
     panels = {title: lines for title, lines in panels.items() if len({r.T for rs in lines.values() for r in rs}) > 1}
     peers = list(dict.fromkeys(who for lines in panels.values() for who in lines))
-    title = f"Time by regard's, against T (above 1: regard is faster). {caption}"
+    title = f"Time divided by regard's time, against T (above 1: regard is faster). {caption}"
     across = 3
     height = -(-len(panels) // across) * HEIGHT + 60
     parts = [
@@ -232,7 +234,7 @@ def _panel(title: str, lines: dict[str, list[Row]], peers: list[str]) -> list[st
         colour = COLOURS[peers.index(who) % len(COLOURS)]
         rows = sorted(rows, key=lambda r: r.T)
         path = " ".join(f"{x(r.T):.1f},{y(r.ratio):.1f}" for r in rows if r.ratio)
-        if len({r.T for r in rows}) == len(rows):  # else several densities of one length
+        if len({r.T for r in rows}) == len(rows):  # otherwise one length has several densities
             parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         for r in rows:
             assert r.ratio and r.ratio_low and r.ratio_high

@@ -1,14 +1,16 @@
-"""All benchmarks: regard's native engine against PyTorch and others, in one process, each row behind a check.
+"""All benchmarks: regard's native engine against PyTorch and other packages, in one process.
 
     python benchmarks/run.py [--full] [--only decode] [--seconds 3] [--threads 2]
 
-Before anything is timed, every contestant's output (and gradients) are compared with float64: who fails is not timed,
-and the run fails. Then all contestants of a case take turns. Shown are medians and where the middle 80 % of the rounds
-lie; "× regard" is a contestant's time by regard's in the same round, so above 1 regard is faster. "sgemm" and "FMA" are
-shares of what torch.mm reaches on this machine, measured beside each case, and of multiply-adds on registers. "MiB" is
-the peak beyond the inputs, outputs included, in a process of its own. A target not reached does not fail the run.
+Before a case is timed, the output (and gradients) of every implementation are compared with float64. One that is wrong
+is not timed, and the run fails. Then all implementations run in every round. The table shows medians and the middle
+80 % of the rounds. "× regard" is an implementation's time divided by regard's time in the same round: above 1, regard
+is faster. "sgemm" is the share of the speed of torch.mm, measured together with each case, and "FMA" that of
+multiply-adds on registers. "MiB" is the peak memory beyond the inputs, outputs included, in a process of its own. A
+target that is not reached does not fail the run.
 
-Results go to benchmarks/results/: results.csv, results.md, ratios.svg. Ctrl-C keeps what was measured.
+Results are written to benchmarks/results/: results.csv, results.md, ratios.svg. After Ctrl-C the results so far are
+written.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from measure import Spread
 from regard import doctor
 from report import Row
 
-CALLS = 50  # tiny ones, between two looks at the clock
+CALLS = 50  # tiny calls per measurement
 
 
 def machine() -> dict[str, str]:
@@ -52,6 +54,8 @@ def machine() -> dict[str, str]:
 
 
 class Bench:
+    """Runs the cases and collects failures in `wrong`."""
+
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.fma = measure.fma_rate()
@@ -62,7 +66,7 @@ class Bench:
         return Row(case.name, who, case.kind, case.T, case.Tq, case.H, case.Hkv or case.H, case.D, dtype)
 
     def compete(self, entry: suite.Entry) -> Iterator[Row]:
-        """regard and its peers, taking turns."""
+        """Time regard and its peers in interleaved rounds."""
         case = entry.case
         inputs = case.inputs()
         jobs, rows = {}, {}
@@ -100,7 +104,7 @@ class Bench:
                 self._fill(row, case, times, who, sgemm, bandwidth)
                 if who in targets and row.ratio is not None:
                     row.judge(f">= {targets[who]:g}", row.ratio >= targets[who])
-                if entry.memory and who != "FlexAttention":  # compiling in the process would be what is measured
+                if entry.memory and who != "FlexAttention":  # its peak would be that of the compiler
                     row.extra_mib = measure.memory(case, who, timeout=300)
             yield row
 
@@ -114,7 +118,7 @@ class Bench:
         judged_by = dataclasses.replace(case, **contest.CONTESTANTS[who][1])
         rate = judged_by.operations / spread.middle
         row.gflops = rate / 1e9
-        if case.family == "softmax" and not case.Tq:  # else it is not products that take the time
+        if case.family == "softmax" and not case.Tq:  # otherwise matrix products do not dominate the time
             row.of_sgemm = rate / sgemm
             row.of_fma = rate / self.fma if self.fma else None
         if bandwidth is not None:
@@ -131,7 +135,7 @@ class Bench:
         row.note = f"{middle:+.1%}, 95 % interval {low:+.1%} to {high:+.1%}"
         row.judge("<= 3 %", middle <= 0.03)
         if low <= 0.03 < high:
-            row.note += " (the interval holds both verdicts)"
+            row.note += " (the interval includes the target)"
         return row
 
     def memory(self, case: Case, limit: float) -> Row:
@@ -155,7 +159,7 @@ class Bench:
                 once = lambda attention=attention: attention(*inputs)  # noqa: E731
             jobs[who] = lambda once=once: [once() for _ in range(CALLS)]
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # so small a problem is one thread's; waking another would be what is measured
+        torch.set_num_threads(1)  # so that starting a second thread is not measured
         times = measure.interleave(jobs, self.seconds / 2, least=20)
         torch.set_num_threads(threads)
         for who, spent in times.items():
@@ -170,7 +174,7 @@ class Bench:
             yield row
 
     def bandwidth(self, rows: list[Row]) -> Iterator[Row]:
-        """Of both element types the better one counts."""
+        """The bandwidth of decoding: for each length, the better one of the two element types."""
         found = [r for r in rows if r.case == "decode" and r.who == "regard" and r.of_bandwidth and r.Tq == 1]
         for T in sorted({r.T for r in found if r.T <= 32768}):
             best = max((r for r in found if r.T == T), key=lambda r: r.of_bandwidth or 0)
@@ -181,7 +185,7 @@ class Bench:
 
 
 def steps(bench: Bench, full: bool, rows: list[Row]) -> list[tuple[str, Callable[[], Iterable[Row]]]]:
-    """(title, a function that gives rows)."""
+    """All measurements as (title, function that gives rows)."""
 
     def title(case: Case) -> str:
         return f"{case.name}, {case.kind}, T = {case.T}, D = {case.D}"
@@ -196,12 +200,14 @@ def steps(bench: Bench, full: bool, rows: list[Row]) -> list[tuple[str, Callable
 
 
 def only_memory(order: str) -> None:
-    """In a process of its own: one run, its peak printed."""
+    """Print the peak of one run; runs in a process of its own."""
     wanted = json.loads(order)
     torch.set_num_threads(wanted["threads"])
     case = Case(**wanted["case"] | {"peers": tuple(wanted["case"]["peers"])})
     small = dataclasses.replace(case, T=64, Tq=0)
-    contest.runner(contest.enter(wanted["contestant"], small)[0], small, small.inputs())()  # libraries, threads
+    contest.runner(
+        contest.enter(wanted["contestant"], small)[0], small, small.inputs()
+    )()  # loads libraries, starts threads
     attention, _ = contest.enter(wanted["contestant"], case)
     job = contest.runner(attention, case, case.inputs())
     gc.collect()
@@ -211,8 +217,8 @@ def only_memory(order: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="every length, every peer (an hour or more)")
-    parser.add_argument("--only", default="", help="cases whose title contains this")
-    parser.add_argument("--seconds", type=float, help="for the rounds of one case (default: 1.5, full: 8)")
+    parser.add_argument("--only", default="", help="only cases whose title contains this")
+    parser.add_argument("--seconds", type=float, help="time for the rounds of one case (default: 1.5, full: 8)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--memory", help=argparse.SUPPRESS)
@@ -238,12 +244,12 @@ def main() -> int:
                     if sys.stderr.isatty():
                         print("\r\033[K", end="", file=sys.stderr, flush=True)
                     print(report.line(row), flush=True)
-            except Exception as error:  # an hour's work is not lost for one case
+            except Exception as error:  # the other cases still run
                 bench.wrong.append(f"{title}: {type(error).__name__}: {error}")
                 print(f"FAILED: {bench.wrong[-1]}", flush=True)
     except KeyboardInterrupt:
         interrupted = True
-        print("\nstopped: what was measured is kept", file=sys.stderr)
+        print("\nstopped: the results so far are kept", file=sys.stderr)
     print("\nwritten:", *report.write(rows, about, options.out))
     verdicts = [row.verdict for row in rows if row.verdict]
     print(f"targets: {verdicts.count('reached')} reached, {verdicts.count('not reached')} not reached")

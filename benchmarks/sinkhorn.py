@@ -1,17 +1,17 @@
 """Sinkhorn attention (`RowsAndColumns`) against POT's and geomloss' batched log-domain solvers.
 
     python benchmarks/sinkhorn.py --case attention|cold|points [--length 2048] [--heads 8] [--rounds 1]
-    python benchmarks/sinkhorn.py --memory                      # peaks, each in a process of its own
+    python benchmarks/sinkhorn.py --memory                      # peak memory, each in a process of its own
 
-Each contestant gets queries, keys and values and gives outputs; the peers' cost matrix is made from the same scores.
-All are to stop at the same tolerance, the share of the mass in a wrong column (half of the L1 distance). POT's own
-test, at every tenth iteration, is L2 of masses 1/T, so it gets tolerance * 2.5 / sqrt(T): equal for errors like noise.
-geomloss has no test: it takes as many steps as it is told from a large temperature to the problem's own.
+Each implementation gets queries, keys and values and gives outputs; the peers' cost matrix is computed from the same
+scores. All stop at the same tolerance, the share of the mass in a wrong column (half of the L1 distance). POT tests, at
+every tenth iteration, the L2 distance of masses 1/T, so its tolerance is tolerance * 2.5 / sqrt(T), which is equivalent
+for errors like noise. geomloss has no test: it takes a given number of steps from a large temperature to the problem's.
 
-The gate: the prices that each found, put into the Gibbs formula in float64, meet both marginals within twice the
-tolerance. That a plan of that form meets them makes it the optimum, so nothing else is to be compared. A peer is cut
-off after as many iterations as take several times what regard took; if it misses the gate then, it is not there yet,
-and "more than" so many times is what was shown.
+The check: the prices of each result, inserted into the Gibbs formula in float64, meet both marginals within twice the
+tolerance. A plan of that form that meets them is the optimum, so nothing else has to be compared. A peer is stopped
+after the number of iterations that takes several times as long as regard. If it fails the check then, it has not
+converged, and the ratio is printed as "more than".
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-import os
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,8 +35,8 @@ from regard import AuxRequest, RowsAndColumns, Transport
 
 TOLERANCE = 1e-5
 GOAL = 5.0  # times as fast as either peer
-PATIENCE = {"POT": 12.0, "geomloss": 10.0}  # of regard's time, before a peer is cut off
-PROBE = 5  # iterations that tell how long one takes
+PATIENCE = {"POT": 12.0, "geomloss": 10.0}  # a peer is stopped after this many times regard's time
+PROBE = 5  # iterations that are timed to estimate the time of one
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Case:
 def make(name: str, T: int, H: int) -> Case:
     g = torch.Generator().manual_seed(0)
     value = torch.randn(1, H, T, 64, generator=g)
-    if name == "points":  # two clouds in a square, |x - y|^2: what depends on x or y alone is in the prices
+    if name == "points":  # two clouds in a square, |x - y|^2: the prices absorb what depends on x or y alone
         x, y = (torch.rand(1, H, T, 2, generator=g) ** power for power in (1.0, 1.5))
         return Case(name, "points in the plane, epsilon 0.01", 0.01, 2.0, x - 0.5, y - 0.5, value)
     q, k = (torch.randn(1, H, T, 64, generator=g) for _ in range(2))
@@ -105,7 +103,7 @@ def geomloss(case: Case, iterations: int) -> tuple[Tensor, Prices]:
     cost = -(case.query @ case.key.mT)[0] * case.scale
     found: Any = ot.solve_batch(cost, reg=case.temperature, max_iter=iterations)
     out = T * found.plan @ case.value[0]
-    # Its plan is exp((f + g - C)/eps) / T^2.
+    # The plan of geomloss is exp((f + g - C)/eps) / T^2.
     return out[None], (case.temperature * math.log(T) - found.potential_a, -found.potential_b)
 
 
@@ -123,7 +121,7 @@ def worst(case: Case, prices: Prices) -> float:
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds on the wall, and of all processors together."""
+    """Elapsed seconds, and seconds of all processors together."""
 
     wall: float
     work: float
@@ -136,11 +134,12 @@ def timed(job: Callable[[], tuple[Tensor, Prices]]) -> tuple[Time, Prices]:
 
 
 def contest(case: Case, rounds: int) -> bool:
-    """Gate, time and print; whether every goal was reached. Before and after each peer regard has its turn, and a
-    peer's ratio is to the mean of the two."""
+    """Check, time and print all implementations; True if every goal was reached.
+
+    regard runs before and after each peer, and a peer's ratio is to the mean of the two times."""
     peers = {"POT": pot, "geomloss": geomloss}
     small = make(case.name, 64, 1)
-    ours(small)  # warm
+    ours(small)  # warm up
     for solver in peers.values():
         solver(small, PROBE)
     each = {name: timed(functools.partial(solver, case, PROBE))[0].wall / PROBE for name, solver in peers.items()}
@@ -149,7 +148,7 @@ def contest(case: Case, rounds: int) -> bool:
     off = worst(case, prices)
     print(f"  regard    {own.wall:7.2f} s ({own.work:6.2f} s of processors), residual {off:.1e}", flush=True)
     if not off <= 2 * TOLERANCE:
-        raise SystemExit(f"regard fails the gate: {off:.1e} > {2 * TOLERANCE:.0e}")
+        raise SystemExit(f"regard fails the check: {off:.1e} > {2 * TOLERANCE:.0e}")
     limits = {name: math.ceil(PATIENCE[name] * own.wall / each[name]) for name in peers}
     ratios: dict[str, list[tuple[float, float]]] = {name: [] for name in peers}
     arrived: dict[str, bool] = {}
@@ -163,7 +162,7 @@ def contest(case: Case, rounds: int) -> bool:
                 continue
             off = worst(case, prices)
             arrived[name] = off <= 2 * TOLERANCE
-            there = "" if arrived[name] else f": not there after {limits[name]} iterations"
+            there = "" if arrived[name] else f": not converged after {limits[name]} iterations"
             print(f"  {name:<9} {theirs.wall:7.2f} s ({theirs.work:6.2f} s of processors), residual {off:.1e}{there}")
             print(f"  regard    {own.wall:7.2f} s ({own.work:6.2f} s of processors)", flush=True)
     reached = True
@@ -176,14 +175,11 @@ def contest(case: Case, rounds: int) -> bool:
 
 
 def peak(who: str, T: int, H: int) -> float:
-    """MiB beyond the inputs, in a process of its own."""
-    command = [sys.executable, __file__, "--peak", who, "--length", str(T), "--heads", str(H)]
-    found = subprocess.run(
-        command, env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}, capture_output=True, text=True
-    )
-    if found.returncode:
-        raise SystemExit(found.stderr)
-    return float(found.stdout)
+    """Peak MiB beyond the inputs, in a process of its own."""
+    try:
+        return measure.peaks_printed_by(__file__, "--peak", who, "--length", str(T), "--heads", str(H))[-1]
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(error.stderr) from None
 
 
 def main() -> None:
@@ -210,7 +206,7 @@ def main() -> None:
             "POT": lambda case: pot(case, 5),
             "geomloss": lambda case: geomloss(case, 5),
         }
-        jobs[options.peak](small)  # what is loaded on first use is not the job's
+        jobs[options.peak](small)  # loads libraries, so that they do not count
         print(measure.peak_of(lambda: jobs[options.peak](case)))
         return
     print(f"T = {options.length}, H = {options.heads}, {torch.get_num_threads()} threads, tolerance {TOLERANCE:.0e}")
@@ -226,7 +222,7 @@ def main() -> None:
         case = make(name, options.length, options.heads)
         print(case.what)
         reached &= contest(case, options.rounds)
-    print("every goal reached" if reached else f"not everywhere {GOAL:.0f} times as fast")
+    print("every goal reached" if reached else f"not {GOAL:.0f} times as fast in every case")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which cases there are, quick and full, and the targets that they are judged against."""
+"""The cases, quick and full, and their targets."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ ALL = ("SDPA", "FlexAttention", "eager", "x-transformers")
 
 @dataclass(frozen=True)
 class Entry:
-    """A case, and how many times faster than each peer regard is to be."""
+    """A case, and by which factor regard is to be faster than each peer."""
 
     case: Case
     targets: dict[str, float] = field(default_factory=dict)
-    memory: bool = False  # measure the peaks too
-    sparse: dict[str, float] = field(default_factory=dict)  # the targets where density is under 5 %
+    memory: bool = False  # also measure peak memory
+    sparse: dict[str, float] = field(default_factory=dict)  # the targets if the density is below 5 %
 
 
 def _heads(T: int) -> int:
-    """Fewer heads where one is work enough."""
+    """Fewer heads for long sequences, to limit the time."""
     return 8 if T <= 8192 else 2 if T <= 16384 else 1
 
 
@@ -31,7 +31,7 @@ def softmax(full: bool) -> list[Entry]:
         lengths = [2**n for n in range(7, 17)] if full else [1024, 4096]
         for T in lengths:
             for kind in ("full", "causal"):
-                # Beyond, one call of FlexAttention takes 10 s and more (docs/speed/results.csv, T = 8192).
+                # For longer sequences one call of FlexAttention takes 10 s or more (docs/speed/results.csv, T = 8192).
                 peers = ALL if (full and T <= 4096) or T == 1024 else ("SDPA",)
                 case = Case(name, T, H=_heads(T), kind=kind, train=train, telemetry=True, peers=peers)
                 judged = 1024 <= T <= 4096
@@ -49,7 +49,7 @@ def sparse(full: bool) -> list[Entry]:
     for family in ("entmax15", "sparsemax"):
         case = Case(f"{family}, training", 4096, H=2, kind="causal", family=family, train=True, peers=("eager",))
         entries.append(Entry(case, {"eager": 60.0}, memory=full))
-        # Density falls as queries grow: from all keys to a handful.
+        # The density falls as queries grow: from all keys to a few.
         for sharpness in (0.02, 0.3, 1.0, 2.0, 4.0, 8.0) if full else (0.02, 1.0, 4.0):
             for T in [1024, 4096, 16384] if full else [4096]:
                 for kind in ("full", "causal") if full else ("causal",):
@@ -87,11 +87,11 @@ def entries(full: bool) -> list[Entry]:
     return [*softmax(full), *sparse(full), *decode(full), *window(full)]
 
 
-# --- measured apart ---------------------------------------------------------------------------------------------------
+# --- separate measurements --------------------------------------------------------------------------------------------
 
 
 def telemetry(full: bool) -> list[Case]:
-    """With statistics against without: at most 3 %."""
+    """With statistics against without; the target is at most 3 % more."""
     return [
         Case("telemetry's cost", T, kind=kind, D=D, telemetry=True)
         for D in ((64, 128) if full else (64,))
@@ -100,13 +100,13 @@ def telemetry(full: bool) -> list[Case]:
     ]
 
 
-MEMORY = [  # one head, 65536 tokens: MiB at most
+MEMORY = [  # one head, 65536 tokens; the target in MiB
     (Case("memory, forward", 65536, H=1, kind="causal", telemetry=True), 64.0),
     (Case("memory, training", 65536, H=1, kind="causal", telemetry=True, train=True), 128.0),
 ]
 
-OVERHEAD = [  # a tiny call on one thread; microseconds at most, where there is a goal
+OVERHEAD = [  # a tiny call on one thread; with backward or not; the target in microseconds
     (Case("call", 16), False, 60.0),
-    (Case("call, recorded", 16, train=True), False, 120.0),  # the forward pass, with a gradient to follow
+    (Case("call, recorded", 16, train=True), False, 120.0),  # the forward pass alone, recorded by autograd
     (Case("call, training", 16, train=True), True, None),  # forward and backward
 ]
