@@ -1,4 +1,4 @@
-"""`regard.nn`: PyTorch's MultiheadAttention again, learned temperatures, the transformer and its broken variants."""
+"""`regard.nn`: MultiheadAttention against PyTorch's, learned temperatures, the transformer and its variants."""
 
 import copy
 import math
@@ -21,7 +21,7 @@ B, T, S, E, H = 2, 5, 7, 12, 3
 
 
 def both(**kwargs):
-    """PyTorch's module and ours with its weights, in float64 (biases other than 0)."""
+    """PyTorch's module and ours with the same weights, in float64, with biases that are not 0."""
     torch.manual_seed(0)
     theirs = nn.MultiheadAttention(E, H, dtype=torch.float64, **kwargs)
     for parameter in theirs.parameters():
@@ -78,7 +78,7 @@ KINDS = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_multihead_attention_is_pytorchs(kind, call):
+def test_multihead_attention_equals_pytorchs(kind, call):
     theirs, ours = both(**kind)
     given = inputs(kind.get("kdim", E), kind.get("vdim", E), kind.get("batch_first", False))
     for wanted, found in zip(gradients(theirs, given, call), gradients(ours, given, call), strict=True):
@@ -135,7 +135,7 @@ def test_a_learned_problem_is_part_of_the_module():
     assert all(p.grad.abs().sum() > 0 for p in learned.parameters())
 
 
-def test_an_encoder_layer_cannot_pass_it_by():
+def test_an_encoder_layer_calls_our_forward():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(E, 2, 16, batch_first=True).eval()
     x, before = torch.randn(B, T, E), None
@@ -156,7 +156,7 @@ def test_a_query_without_keys_gets_only_the_bias():
     assert torch.equal(out, ours.out_proj.bias.expand_as(out)) and (weights == 0).all()
 
 
-def test_multihead_attention_says_what_is_wrong():
+def test_multihead_attention_names_wrong_arguments():
     module = MultiheadAttention(E, H, batch_first=True)
     x = torch.randn(B, T, E)
     with pytest.raises(ValueError, match=r"attn_mask: expected shape \[5, 5\] or \[6, 5, 5\], got \[4, 5\]"):
@@ -190,7 +190,7 @@ def test_multihead_attention_with_both_marginals():
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
-def test_padding_takes_no_part_in_both_marginals(kind):
+def test_padding_sends_and_receives_no_mass_with_both_marginals(kind):
     _, ours = both(batch_first=True)
     ours.problem = COLUMNS
     x, idle = torch.randn(B, T, E, dtype=torch.float64), torch.zeros(B, T, dtype=torch.bool)
@@ -200,13 +200,13 @@ def test_padding_takes_no_part_in_both_marginals(kind):
     alone, _ = ours(x[1:, :3], x[1:, :3], x[1:, :3])
     torch.testing.assert_close(out[1:, :3], alone)
     assert (weights[1, 3:] == 0).all() and (weights[1, :, 3:] == 0).all()
-    # Cross-attention says nothing of its queries: all ship.
+    # In cross-attention the mask says nothing about the queries: all of them send mass.
     _, weights = ours(x, x.clone(), x, key_padding_mask=mask)
     torch.testing.assert_close(weights[1].sum(0), torch.tensor([T / 3] * 3 + [0, 0], dtype=torch.float64))
 
 
-def test_checkpointing_keeps_padding_out():
-    """It hands one tensor on as three, of the same memory."""
+def test_padding_under_checkpointing():
+    """Reentrant checkpointing passes one tensor as three that share its memory."""
     module = MultiheadAttention(E, H, batch_first=True, problem=COLUMNS).double()
     x, idle = torch.randn(B, T, E, dtype=torch.float64), torch.zeros(B, T, dtype=torch.bool)
     idle[1, 3:] = True
@@ -250,13 +250,13 @@ def test_multihead_attention_by_features(made, call):
     if "key_padding_mask" in call:
         kernel = kernel.masked_fill(padding[:, None, None], 0.0)
     plan = kernel / kernel.sum(-1, keepdim=True)
-    plan = plan.nan_to_num(0.0)  # a row that no ReLU sees
+    plan = plan.nan_to_num(0.0)  # rows whose features are all 0
     torch.testing.assert_close(weights, plan)
     torch.testing.assert_close(out, ours.out_proj((plan @ v).transpose(1, 2).flatten(2)))
     assert all(g.isfinite().all() for g in grads) and grads[2].abs().max() > 0
 
 
-def test_weights_are_of_the_same_draw():
+def test_output_and_weights_use_the_same_random_features():
     _, ours = both(batch_first=True)
     ours.problem = Performer(E // H, 16, redraw_interval=1).double()
     x = torch.randn(B, S, E, dtype=torch.float64)
@@ -266,7 +266,7 @@ def test_weights_are_of_the_same_draw():
         torch.testing.assert_close(out, ours.out_proj(expected))
 
 
-def test_features_read_the_keys_that_were_added():
+def test_features_read_appended_keys():
     _, ours = both(batch_first=True, add_bias_kv=True, add_zero_attn=True)
     ours.problem = LinearAttention()
     found = inputs()
@@ -276,7 +276,7 @@ def test_features_read_the_keys_that_were_added():
         ours(*found, is_causal=True)
 
 
-def test_attention_by_features_says_what_it_cannot():
+def test_attention_by_features_raises_for_what_it_does_not_support():
     x = torch.randn(B, T, E)
     module = MultiheadAttention(E, H, batch_first=True, problem=LinearAttention())
     with pytest.raises(ValueError, match="attn_mask: expected None for attention by features"):
@@ -285,7 +285,7 @@ def test_attention_by_features_says_what_it_cannot():
         module(x, x, x, key_padding_mask=torch.ones(B, T))
     with pytest.raises(ValueError, match=r"key_padding_mask: expected shape \[2, 5\], got \[2, 4\]"):
         module(x, x, x, key_padding_mask=torch.ones(B, T - 1, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"dropout: expected 0 for attention by features, which cannot drop, got 0.1"):
+    with pytest.raises(ValueError, match=r"dropout: expected 0 for attention by features, which has none, got 0.1"):
         MultiheadAttention(E, H, dropout=0.1, problem=LinearAttention())
 
 
@@ -312,14 +312,14 @@ tokens = torch.randint(11, (3, 17), generator=torch.Generator().manual_seed(1))
 
 
 def leak(model: Transformer) -> float:
-    """How much the logits before the last position answer to the last token."""
+    """How much the logits before the last position depend on the last token."""
     other = tokens[:, :16].clone()
     other[:, -1] = (other[:, -1] + 1) % 11
     with torch.no_grad():
         return float((model(other) - model(tokens[:, :16]))[:, :-1].abs().max())
 
 
-def test_the_transformer_is_written_as_the_equations_say():
+def test_the_transformer_computes_its_equations():
     model = small(init="unit").double()
     h = model.token(tokens[:, :-1]) + model.position.weight
     for block in model.blocks:
@@ -375,11 +375,11 @@ def test_features_are_causal_and_learn(made):
     assert len(copies) == 2 and features not in copies
     mixed = small(problem=lambda layer: made() if layer == 0 and made is not FEATURES["performer"] else None)
     assert leak(mixed) == 0
-    with pytest.raises(ValueError, match="dropout: expected 0 with an attention of your own"):
+    with pytest.raises(ValueError, match="dropout: expected 0 with `attention` or features"):
         small(problem=lambda layer: LinearAttention(), dropout=0.1)
 
 
-def test_a_transformer_that_reads_both_ways():
+def test_a_transformer_that_is_not_causal():
     model = small(problem=Transport(marginal=RowsAndColumns()), causal=False, init="unit")
     x = tokens[:, :-1]
     for q, k, v in model.heads(x):
@@ -392,11 +392,11 @@ def test_a_transformer_that_reads_both_ways():
         model.loss(tokens)
     with pytest.raises(ValueError, match="causal: expected True to generate"):
         model.generate(tokens, 1)
-    with pytest.raises(ValueError, match="causal"):  # the columns would read the future
+    with pytest.raises(ValueError, match="causal"):  # column sums depend on the future
         small(problem=Transport(marginal=RowsAndColumns()))(x)
 
 
-def test_heads_are_what_attention_gets():
+def test_heads_are_the_inputs_of_attention():
     seen = []
 
     def attention(q, k, v, is_causal):
@@ -424,7 +424,7 @@ def test_a_module_is_copied_for_each_layer():
     assert leak(model) == 0
 
 
-def test_weights_go_through_safetensors(tmp_path):
+def test_weights_are_saved_and_loaded(tmp_path):
     model = small(problem=lambda layer: Learned(2), tied=False)
     model.save(tmp_path / "model.safetensors")
     torch.manual_seed(9)
@@ -462,10 +462,10 @@ def test_generation():
     torch.testing.assert_close(counts, model(tokens[:1, :4])[0, -1].softmax(-1), atol=0.03, rtol=0)
 
 
-def test_the_transformer_says_what_is_wrong():
+def test_the_transformer_names_wrong_arguments():
     with pytest.raises(ValueError, match="width: expected a multiple of heads=3, got 16"):
         Transformer(11, 16, heads=3, width=16)
-    with pytest.raises(ValueError, match="attention: expected None with a problem"):
+    with pytest.raises(ValueError, match="attention: expected None together with a problem"):
         small(problem=Transport(), attention=no_scaling)
     with pytest.raises(ValueError, match="tokens: expected at most length=16 positions, got 17"):
         small()(tokens)
@@ -479,7 +479,7 @@ def test_the_transformer_says_what_is_wrong():
 
 
 def held(heads=H):
-    """A module with a Transport that holds two parameters and a constant, and its sink."""
+    """A module whose Transport has two parameters and a constant; and the parameter that is its sink."""
     torch.manual_seed(0)
     sink = nn.Parameter(torch.zeros(heads))
     prior = Causal() * ALiBi(torch.linspace(0.1, 0.5, heads))
@@ -494,7 +494,7 @@ def output(module, x):
 x_held = torch.randn(B, T, E, generator=torch.Generator().manual_seed(5))
 
 
-def test_a_parameter_in_a_transport_is_the_modules():
+def test_a_parameter_in_a_transport_is_a_parameter_of_the_module():
     module, sink = held()
     assert dict(module.named_parameters())["problem.marginal.sink"] is sink
     assert {"problem.marginal.sink", "problem.temperature"} == {n for n in module.state_dict() if "problem" in n}
@@ -509,13 +509,13 @@ def test_constants_of_a_transport_do_not_enter_the_state_dict():
     theirs = nn.MultiheadAttention(E, H, batch_first=True)
     ours = MultiheadAttention(E, H, batch_first=True, problem=Transport(prior=ALiBi(torch.ones(H))))
     ours.load_state_dict(theirs.state_dict(), strict=True)
-    with pytest.raises(RuntimeError, match=r"Missing.*problem\.marginal\.sink"):  # torch's has no sinks
+    with pytest.raises(RuntimeError, match=r"Missing.*problem\.marginal\.sink"):  # torch's module has no sinks
         held()[0].load_state_dict(theirs.state_dict())
     assert held()[0].load_state_dict(theirs.state_dict(), strict=False).missing_keys
 
 
 def with_sink(module, value):
-    """What the module gives if its sink is `value`: by a Transport that is built on the spot."""
+    """The module's output with the sink `value`, computed with a new Transport."""
     problem = module.problem()
     other = Transport(prior=problem.prior, marginal=Rows(sink=value), temperature=problem.temperature)
     plain = MultiheadAttention(E, H, batch_first=True, problem=lambda: other)
@@ -523,7 +523,7 @@ def with_sink(module, value):
     return output(plain, x_held)
 
 
-def test_what_replaces_a_parameter_reaches_the_forward_pass():
+def test_the_forward_pass_uses_replaced_parameters():
     module, sink = held()
     value = torch.tensor([1.0, -1.0, 2.0])
     expected = with_sink(module, value)
@@ -535,11 +535,11 @@ def test_what_replaces_a_parameter_reaches_the_forward_pass():
     copied = copy.deepcopy(module)
     copied.load_state_dict(module.state_dict() | {"problem.marginal.sink": value})
     torch.testing.assert_close(output(copied, x_held), expected)
-    assert not sink.any()  # the copy has a parameter of its own
+    assert not sink.any()  # the copy has its own parameter
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
-def test_a_module_that_holds_a_transport_can_be_copied(copied):
+def test_a_module_with_a_transport_can_be_copied(copied):
     module, sink = held()
     other = copied(module)
     torch.testing.assert_close(output(other, x_held), output(module, x_held))
@@ -558,9 +558,9 @@ def test_conversions_reach_the_tensors_of_a_transport():
     assert problem.marginal.sink.is_meta and problem.prior.factors()[1].slopes.is_meta
 
 
-def test_a_held_transport_compiles():
+def test_a_module_with_a_transport_compiles():
     module, sink = held()
-    # Parts without tensors are not built again: this one cannot be, under torch.compile.
+    # Parts without tensors are not rebuilt: under torch.compile this one could not be.
     chi2 = FDivergence(lambda x: (x - 1).square() / 2, lambda t: t + 1, torch.ones_like, lower=-1.0)
     other = MultiheadAttention(E, H, batch_first=True, problem=Transport(chi2, marginal=Rows(sink=sink)))
     for each in (module, other):
@@ -571,7 +571,7 @@ def test_a_held_transport_compiles():
     torch._dynamo.reset()
 
 
-def test_one_parameter_in_two_places_stays_one():
+def test_a_shared_parameter_stays_shared():
     shared = nn.Parameter(torch.ones(H, 1, 1))
     module = MultiheadAttention(E, H, problem=Transport(marginal=Rows(sink=shared), temperature=shared))
     for each in (module, copy.deepcopy(module).double()):
@@ -608,7 +608,7 @@ def test_the_transformer_learns_parameters_of_a_transport(each, tmp_path):
 
     model, other = (small(problem=problem if each else problem(0)) for _ in range(2))
     sinks = [p for n, p in model.named_parameters() if n.endswith("problem.marginal.sink")]
-    assert len(sinks) == (2 if each else 1)  # one Transport for all layers: they share it
+    assert len(sinks) == (2 if each else 1)  # layers share the parameters of one Transport
     model.loss(tokens).backward()
     assert all(sink.grad.abs().sum() > 0 for sink in sinks)
     for sink in sinks:
@@ -626,7 +626,7 @@ q, k, v = (torch.randn(2, 2, 70, 4, dtype=torch.float64) for _ in range(3))
 CAUSAL = torch.ones(70, 70, dtype=torch.bool).tril()
 
 
-def test_variants_give_what_their_names_say():
+def test_variants_equal_their_definitions():
     s = q @ k.mT / 2
     positive = s.relu().where(CAUSAL, 0.0)
     expected = {
@@ -643,7 +643,7 @@ def test_variants_give_what_their_names_say():
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_relu_features_are_a_plan_of_their_own(is_causal):
+def test_relu_features_equal_their_definition(is_causal):
     features = q.relu() @ k.relu().mT
     weights = features.where(CAUSAL, 0.0) if is_causal else features
     weights = (weights / weights.sum(-1, keepdim=True)).nan_to_num(0.0)
@@ -662,8 +662,8 @@ def test_relu_features_are_linear_in_the_length():
     assert flops(4096) == pytest.approx(4 * flops(1024), rel=0.1)
 
 
-def test_raw_dot_products_are_the_optimum_without_sign_and_rows():
-    # L2 without p >= 0, and no marginal: the link is the identity, p = s.
+def test_raw_dot_products_are_the_optimum_without_constraints():
+    # The L2 regularizer without p >= 0 and without a marginal has the identity as its link: p = s.
     problem = Transport(
         FDivergence(lambda x: x.square() / 2, lambda t: t, torch.ones_like), marginal=regard.Free(), prior=Causal()
     )
@@ -673,7 +673,7 @@ def test_raw_dot_products_are_the_optimum_without_sign_and_rows():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_which_variants_leak(variant):
+def test_which_variants_see_the_future(variant):
     leaks = leak(small(attention=VARIANTS[variant], init="unit"))
     assert (leaks > 1e-3) if VARIANTS[variant] in (mask_to_zero, no_mask) else (leaks == 0)
 
@@ -684,8 +684,10 @@ def test_no_shift_overflows_where_softmax_does_not():
     assert no_scaling(big, big, big, True).isfinite().all()
 
 
-def test_a_constant_without_values_is_not_made_up():
+def test_a_constant_on_the_meta_device_cannot_be_moved():
     with torch.device("meta"):
         module = MultiheadAttention(E, H, problem=Transport(temperature=torch.ones(H, 1, 1)))
-    with pytest.raises(RuntimeError, match="problem: temperature was built on the meta device"):
+    with pytest.raises(
+        RuntimeError, match=r"problem: expected a Transport that is built outside.*got temperature on the meta"
+    ):
         module.to_empty(device="cpu")

@@ -1,5 +1,5 @@
-"""Modules: `torch.nn.MultiheadAttention` with any problem, learned temperatures, a small readable transformer; and what
-keeps attention healthy in training."""
+"""Modules: `MultiheadAttention` with any problem, learned temperatures, a small readable transformer; and two functions
+that stabilize attention in training."""
 
 from .attention import MultiheadAttention as MultiheadAttention
 from .attention import Temperature as Temperature

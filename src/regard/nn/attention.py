@@ -1,5 +1,4 @@
-"""`MultiheadAttention`, as PyTorch's own but with any transport problem or features, and `Temperature`, one learned per
-head."""
+"""`MultiheadAttention`: PyTorch's module with any transport problem or features. `Temperature`: learned per head."""
 
 from __future__ import annotations
 
@@ -21,14 +20,14 @@ from .declared import HasProblem, Problem, built
 
 
 def _same(query: Tensor, key: Tensor) -> bool:
-    """Whether a sequence reads itself. Checkpointing hands one tensor on as several, of the same memory."""
+    """Whether query and key are the same sequence. Checkpointing passes one tensor as several views of its memory."""
     if query is key or torch.compiler.is_compiling() or query.shape != key.shape:
         return query is key
     return query.stride() == key.stride() and query.dtype == key.dtype and query.data_ptr() == key.data_ptr()
 
 
 def _idle(padding: Tensor) -> Tensor:
-    """Where a key_padding_mask of either kind forbids."""
+    """Where a bool or float key_padding_mask masks a key."""
     return padding if padding.dtype == torch.bool else padding == -math.inf
 
 
@@ -50,28 +49,28 @@ class Temperature(nn.Module):
 class MultiheadAttention(HasProblem, nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` (same arguments, same call, same state dict) whose heads solve `problem`.
 
-    `problem` is a `Transport`, or a callable without arguments that builds one in every forward (a module with learned
-    parts is one; it becomes a submodule); None is softmax. A module of `regard.features` takes the place of a problem:
-    causal or not, with padding, without other masks or dropout. The masks are PyTorch's: True in a bool mask *forbids*,
-    a float mask is added to the scores.
+    `problem` is a `Transport`, or a callable without arguments that builds one in every forward call; None is softmax.
+    The callable may be a module with parameters, which becomes a submodule. A module of `regard.features` may be passed
+    instead of a problem; it supports causal attention and padding, but no other mask and no dropout. Masks are as in
+    PyTorch: True in a bool mask *masks* a key, a float mask is added to the scores.
 
-    An `nn.Parameter` in a `Transport` is a parameter of this module, named by its place: `problem.marginal.sink`. Other
-    tensors in it are buffers. The attribute `problem` is then a module that builds the Transport from their current
-    values. To load a `torch.nn.MultiheadAttention` state dict into a module whose problem has parameters, pass
-    `strict=False`: they are not in it.
+    An `nn.Parameter` in a `Transport` becomes a parameter of this module, named by its place: `problem.marginal.sink`.
+    Other tensors in it become buffers. The attribute `problem` is then a module that builds the Transport from their
+    current values. The state dict of a `torch.nn.MultiheadAttention` does not have these parameters: load it with
+    `strict=False`.
 
-    What differs: `is_causal=True` needs no `attn_mask` (one that is given is taken to be the causal mask, and not
-    read); a query without any admissible key gets 0, not NaN; weights are returned as they were before dropout. With
-    `RowsAndColumns` in self-attention (`query` and `key` are one tensor, or views of the same numbers), positions that
-    are padding ship nothing. Weights take T x T numbers, by features too: `need_weights=False` where they are many.
+    Differences from PyTorch: `is_causal=True` needs no `attn_mask` (if there is one, it is assumed to be the causal
+    mask and is not read). A query without an admissible key gives 0, not NaN. Weights are those before dropout. With
+    `RowsAndColumns` in self-attention (`query` and `key` are the same tensor, or views of the same memory), padding
+    sends no mass. Weights take T x T numbers, also with features: pass `need_weights=False` for long sequences.
     """
 
     def __init__(self, *args: Any, problem: Problem | Features = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if isinstance(problem, Features) and self.dropout:
-            raise ValueError(f"dropout: expected 0 for attention by features, which cannot drop, got {self.dropout}")
+            raise ValueError(f"dropout: expected 0 for attention by features, which has none, got {self.dropout}")
         self.problem = problem
-        # PyTorch's encoder layers would pass our forward by, computing softmax from the weights; this stops them.
+        # Otherwise PyTorch's encoder layers compute softmax from the weights themselves and skip this forward.
         self._qkv_same_embed_dim = False
 
     def forward(
@@ -118,11 +117,11 @@ class MultiheadAttention(HasProblem, nn.MultiheadAttention):
         return out if self.batch_first else out.transpose(0, 1), weights
 
     def _added(self) -> int:
-        """How many keys stand behind those that were given."""
+        """The number of keys that are appended to the given ones."""
         return (self.bias_k is not None) + bool(self.add_zero_attn)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values by head; bias_k and a key of zeros stand last, if there are any."""
+        """Queries, keys and values by head; bias_k and a key of zeros are appended, if the module has them."""
         if self.in_proj_weight is not None:
             into = self.in_proj_weight.chunk(3)
         else:
@@ -140,11 +139,11 @@ class MultiheadAttention(HasProblem, nn.MultiheadAttention):
     def _mask(
         self, attn_mask: Tensor | None, padding: Tensor | None, is_causal: bool, B: int, Tq: int, Tk: int
     ) -> tuple[Tensor | None, bool]:
-        """PyTorch's masks as one of `attention`'s (bool: True keeps), and whether the plan is also causal."""
+        """PyTorch's masks as one mask of `attention` (bool: True keeps), and whether the plan is also causal."""
         added = self._added()
         keys = Tk - added
         masks = []
-        if is_causal and added:  # every query may read what was added: no causal prior says so
+        if is_causal and added:  # every query may read the appended keys, which no causal prior expresses
             masks.append(torch.ones(Tq, keys, dtype=torch.bool, device=self.out_proj.weight.device).triu(1))
         elif attn_mask is not None and not is_causal:
             shapes = ([Tq, keys], [B * self.num_heads, Tq, keys])
@@ -157,7 +156,7 @@ class MultiheadAttention(HasProblem, nn.MultiheadAttention):
             masks.append(padding[:, None, None])
         if not masks:
             return None, is_causal
-        masks = [F.pad(mask, (0, added)) for mask in masks]  # 0 and False: what was added may be read
+        masks = [F.pad(mask, (0, added)) for mask in masks]  # 0 and False: the appended keys may be read
         if all(mask.dtype == torch.bool for mask in masks):
             forbidden = masks[0]
             for mask in masks[1:]:
@@ -181,29 +180,29 @@ class MultiheadAttention(HasProblem, nn.MultiheadAttention):
         return solve(scores, problem).weights
 
     def _without_idle(self, problem: Transport | None, padding: Tensor) -> Transport | None:
-        """With both marginals, padding must not ship either: no query there."""
+        """With both marginals, padding must not send mass either: its queries are masked."""
         if problem is None or not isinstance(problem.marginal, RowsAndColumns):
             return problem
         keys = padding.shape[1] + self._added()
         real = Documents(-_idle(padding).long(), torch.zeros(keys, dtype=torch.long, device=padding.device))
         return dataclasses.replace(problem, prior=real if problem.prior is None else problem.prior * real)
 
-    # --- by features --------------------------------------------------------------------------------------------------
+    # --- attention by features ----------------------------------------------------------------------------------------
 
     def _keep(
         self, attn_mask: Tensor | None, padding: Tensor | None, is_causal: bool, B: int, Tk: int
     ) -> Tensor | None:
-        """PyTorch's masks as the one that features know: which keys may be read, [B, Tk]."""
+        """PyTorch's masks as the `key_mask` of features: which keys may be read, [B, Tk]."""
         added = self._added()
         if attn_mask is not None and not is_causal:
             raise ValueError(
-                "attn_mask: expected None for attention by features, which knows is_causal and key_padding_mask alone, "
-                f"got {describe(attn_mask)}"
+                "attn_mask: expected None for attention by features, which supports only is_causal and "
+                f"key_padding_mask, got {describe(attn_mask)}"
             )
         if added and is_causal:
             raise ValueError(
                 "is_causal: expected False for attention by features with add_bias_kv or add_zero_attn, whose keys "
-                "stand behind all others, got True"
+                "come after all others, got True"
             )
         if padding is None:
             return None
@@ -219,8 +218,9 @@ class MultiheadAttention(HasProblem, nn.MultiheadAttention):
     def _by_features(
         self, features: Features, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, is_causal: bool, weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Output and, where wanted, the plan: what it makes of values that are the keys' own numbers, one-hot. In one
-        call, since features may be drawn anew in each."""
+        """The output and, if `weights` is set, the plan, which is the output for one-hot values.
+
+        Both come from one call, because each call may draw new random features."""
         if not weights:
             return features(q, k, v, is_causal, key_mask=keep), None
         own = torch.eye(k.shape[2], dtype=v.dtype, device=v.device).expand(*k.shape[:2], -1, -1)

@@ -30,7 +30,7 @@ class Declared(nn.Module):
         self._pattern = pytree.tree_unflatten(range(len(found)), structure)  # the Transport with numbers for its leaves
 
     def _registered(self, names: tuple[str, ...], leaf: Any) -> Any:
-        """Registers a tensor under its names, which are returned; everything else is returned itself."""
+        """Register a tensor under its names and return the names; return everything else as it is."""
         if not isinstance(leaf, Tensor):
             return leaf
         _check_leaf(".".join(names), leaf)
@@ -62,8 +62,8 @@ class Declared(nn.Module):
         for (owner, name), constant in constants.items():
             if constant.is_meta and not owner.get_buffer(name).is_meta:
                 raise RuntimeError(
-                    f"problem: {name} was built on the meta device, so it has no values to move; expected a Transport "
-                    f"that is built outside of torch.device('meta')"
+                    f"problem: expected a Transport that is built outside of torch.device('meta'), got {name} on the "
+                    f"meta device, which has no values to move"
                 )
             owner._buffers[name] = constant.to(owner.get_buffer(name).device)
         return self
@@ -73,7 +73,7 @@ class Declared(nn.Module):
 
 
 def _without_tensors(node: Any) -> bool:
-    """A part that never changes: it is kept, not built again."""
+    """Whether a part has no tensors. Such a part never changes, so it is kept instead of being rebuilt."""
     return isinstance(node, Part) and not pytree.tree_leaves(node)
 
 
@@ -92,7 +92,7 @@ def _check_leaf(name: str, leaf: Tensor) -> None:
 
 
 def learned(problem: Transport | nn.Module) -> list[str]:
-    """Where a problem or a module of features holds tensors that require grad, by name."""
+    """Names of the tensors that require grad in a problem or a module of features."""
     if isinstance(problem, nn.Module):
         return [name for name, parameter in problem.named_parameters() if parameter.requires_grad]
     leaves = pytree.tree_leaves_with_path(problem)
@@ -100,23 +100,23 @@ def learned(problem: Transport | nn.Module) -> list[str]:
 
 
 class HasProblem(nn.Module):
-    """A module whose attribute `problem` may be a `Transport`. One with tensors is held as a `Declared`."""
+    """A module whose attribute `problem` may be a `Transport`. A Transport with tensors is stored as a `Declared`."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "problem":
             check_problem(name, value)
-            value = _held(value)
-            for place in (self.__dict__, self._modules):  # nn.Module replaces a module by a module or None only
+            value = _stored(value)
+            for place in (self.__dict__, self._modules):  # nn.Module allows only a module or None in place of a module
                 place.pop(name, None)
         super().__setattr__(name, value)
 
 
-def _held(problem: Any) -> Any:
+def _stored(problem: Any) -> Any:
     return Declared(problem) if isinstance(problem, Transport) and pytree.tree_leaves(problem) else problem
 
 
 def built(problem: Problem) -> Transport | None:
-    """The problem to solve now."""
+    """The problem with the current values of its parameters."""
     return problem if problem is None or isinstance(problem, Transport) else problem()
 
 

@@ -1,4 +1,4 @@
-"""What holds attention in training: a clip of the query and key weights, and a floor under the entropy."""
+"""Tools that stabilize attention in training: a clip of the query and key weights, and a lower bound on the entropy."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from .._validate import describe, finite, not_negative, number, positive
 def qk_clip_(
     attention: nn.Module, max_scores: Any, threshold: float = 100.0, *, softcap: float | None = None
 ) -> Tensor:
-    """Scale the query and key weights of each head whose largest score exceeds the threshold, in place, so that it is
-    the threshold; other heads keep every bit. Gives the factor on each head's scores, [H].
+    """Scale the query and key weights, in place, of each head whose largest score exceeds the threshold, so that its
+    largest score becomes the threshold. The other heads are not changed. Returns the factor on each head's scores, [H].
 
-    After Kimi K2's QK-clip: queries and keys each by the square root of threshold / max. Where query heads share keys
-    (GQA) the queries take the whole factor, since another head's scores hang on the same keys. Weights, biases and
-    `bias_k` are scaled; rotary embeddings commute with it.
+    This is Kimi K2's QK-clip: queries and keys are each scaled by the square root of threshold / max. Where query heads
+    share keys (GQA), the queries are scaled by the whole factor, because other heads read the same keys. Weights,
+    biases and `bias_k` are scaled. Rotary embeddings are linear, so they do not interfere.
 
-    `attention`: a `MultiheadAttention` (torch's or regard's), GPT-2's with `c_attn`, or one with `q_proj` and `k_proj`
-    or `query` and `key`. A norm behind the projection undoes their scale: one over all heads (OLMo 2) is scaled
-    instead, one shared by the heads (Qwen 3, Gemma 3) is refused.
-    `max_scores`: the aux statistic of that name, [H] or [..., H, Tq], or a layer of an `Inspection`: the largest score
-    as attention sees it, scale applied, before the temperature. A float mask or position bias counts in it, but is not
-    scaled. Under a softcap (Gemma 2's is found; else say `softcap`) the score before the cap is scaled, by as much as
-    brings the capped one to the threshold.
+    `attention`: a `MultiheadAttention` (torch's or regard's), GPT-2's with `c_attn`, or a module with `q_proj` and
+    `k_proj` or `query` and `key`. A norm after the projection undoes the scale of the weights. If it has weights for
+    each head (OLMo 2), these are scaled instead; if the heads share its weights (Qwen 3, Gemma 3), it raises.
+    `max_scores`: the aux statistic of that name, [H] or [..., H, Tq], or a layer of an `Inspection`. It is the largest
+    score with the scale applied, before the temperature. It includes a float mask or position bias, which is not
+    scaled. Under a softcap (Gemma 2's is found; otherwise pass `softcap`) the score before the cap is scaled such that
+    the capped one becomes the threshold.
     """
     threshold = number("threshold", threshold, "a positive, finite number", positive)
     maxima = _maxima(max_scores)
@@ -49,10 +49,10 @@ def qk_clip_(
 
 
 def _maxima(max_scores: Any) -> Tensor:
-    """[H], in float64."""
+    """The largest score of each head, [H], in float64."""
     if hasattr(max_scores, "maxima") and hasattr(max_scores, "channels"):  # a layer of an Inspection
         if "max_scores" not in max_scores.channels:
-            raise ValueError(f"max_scores: expected a layer that recorded them, got {max_scores.channels}")
+            raise ValueError(f"max_scores: expected a layer with recorded max_scores, got {max_scores.channels}")
         max_scores = max_scores.maxima[max_scores.channels.index("max_scores")]
     if not isinstance(max_scores, Tensor) or not max_scores.is_floating_point() or max_scores.dim() < 1:
         raise TypeError(
@@ -68,20 +68,21 @@ def _maxima(max_scores: Any) -> Tensor:
 
 
 def _factor(maxima: Tensor, threshold: float, softcap: float | None) -> Tensor:
+    """By which factor the score before a softcap is scaled, [H]; 1 for heads within the threshold."""
     over = maxima > threshold
     if softcap is None:
         return torch.where(over, threshold / maxima, 1.0)
     if bool((over & (maxima >= softcap * (1 - 1e-6))).any()):
         raise ValueError(
-            f"max_scores: expected less than the softcap {softcap:g}, got {float(maxima.max()):g}, from which the "
-            f"score before the cap cannot be told"
+            f"max_scores: expected less than the softcap {softcap:g}, got {float(maxima.max()):g}, which does not "
+            f"determine the score before the cap"
         )
     target = math.atanh(threshold / softcap) if threshold < softcap else math.inf
     return torch.where(over, target / torch.atanh(torch.where(over, maxima, 0.0) / softcap), 1.0)
 
 
 class _Part(NamedTuple):
-    """A tensor of which each head has `size` places along a dimension, from `begin`."""
+    """A tensor in which each head has `size` consecutive entries along `dim`, the first head's from `begin`."""
 
     tensor: Tensor
     size: int
@@ -93,12 +94,14 @@ class _Part(NamedTuple):
 
 
 class _Weights(NamedTuple):
+    """The tensors that scale the queries and the keys."""
+
     queries: list[_Part]
     keys: list[_Part]  # empty where query heads share keys
 
 
 def _weights_of(attention: Any, heads: int) -> _Weights:
-    """What makes the queries and the keys of each head."""
+    """The weights that produce the queries and the keys of each head."""
     name = type(attention).__name__
     own = getattr(attention, "num_heads", None) or getattr(attention, "num_attention_heads", None)
     own = own or getattr(getattr(attention, "config", None), "num_attention_heads", None)
@@ -125,6 +128,7 @@ def _weights_of(attention: Any, heads: int) -> _Weights:
 
 
 def _packed(attention: nn.MultiheadAttention) -> _Weights:
+    """Of torch.nn.MultiheadAttention, which has all projections in one tensor, or three without modules."""
     E, size = attention.embed_dim, attention.head_dim
     if attention.in_proj_weight is not None:
         queries, keys = [_Part(attention.in_proj_weight, size)], [_Part(attention.in_proj_weight, size, E)]
@@ -133,29 +137,31 @@ def _packed(attention: nn.MultiheadAttention) -> _Weights:
     if attention.in_proj_bias is not None:
         queries.append(_Part(attention.in_proj_bias, size))
         keys.append(_Part(attention.in_proj_bias, size, E))
-    if attention.bias_k is not None:  # one more key
+    if attention.bias_k is not None:  # an additional key
         keys.append(_Part(attention.bias_k, size, dim=-1))
     return _Weights(queries, keys)
 
 
-_NORMED = re.compile(r"(^|_)(q|k|qk|query|key)(_|$)")  # of a norm's name: it comes behind the projections
+_NORMED = re.compile(r"(^|_)(q|k|qk|query|key)(_|$)")  # names of norms that act on queries or keys
 
 
 def _separate(attention: Any, query: str, key: str, heads: int) -> _Weights:
+    """Of a module with one linear layer for the queries and one for the keys."""
     for name, child in attention.named_children():
         a_norm = "norm" in f"{name}{type(child).__name__}".lower() and not isinstance(child, nn.Identity)
         if a_norm and name not in ("q_norm", "k_norm") and _NORMED.search(name):
-            raise ValueError(f"attention: expected no norm behind the projections but q_norm and k_norm, got {name}")
+            raise ValueError(f"attention: expected no norm after the projections but q_norm and k_norm, got {name}")
     parts: list[list[_Part]] = []
     size = 0
     for name, norm_name in ((query, "q_norm"), (key, "k_norm")):
         tensors = _plain(name, getattr(attention, name))
         width = tensors[0].shape[0]
         size = size or width // heads
-        told = getattr(attention, "head_dim", size)
-        if size != told or width % size:
+        head_dim = getattr(attention, "head_dim", size)
+        if size != head_dim or width % size:
             raise ValueError(
-                f"attention: expected {heads} heads of {told} in {type(attention).__name__}.{name}, got {width} rows"
+                f"attention: expected {heads} heads of {head_dim} in {type(attention).__name__}.{name}, "
+                f"got {width} rows"
             )
         norm = getattr(attention, norm_name, None)
         if isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity):
@@ -166,7 +172,7 @@ def _separate(attention: Any, query: str, key: str, heads: int) -> _Weights:
 
 
 def _plain(name: str, layer: nn.Module, transposed: bool = False) -> list[Tensor]:
-    """Weight and bias of a linear layer that is nothing more."""
+    """Weight and bias of an ordinary linear layer; raises for quantized or parametrized ones."""
     weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
     plain = type(layer).__name__ == "Conv1D" if transposed else isinstance(layer, nn.Linear)
     if (
@@ -181,21 +187,21 @@ def _plain(name: str, layer: nn.Module, transposed: bool = False) -> list[Tensor
 
 
 def _norm(name: str, norm: nn.Module, width: int) -> list[Tensor]:
-    """What scales a norm's output, if each head has its own."""
+    """The weights of a norm that has its own for each head; raises for other norms."""
     tensors = dict(norm.named_parameters())
     if any(p.shape != (width,) for p in tensors.values()) or "weight" not in tensors:
         raise ValueError(
             f"attention: expected no norm that all heads share, got {name}, which undoes the scale of a head's weights "
-            f"(its scores are bounded by the norms' own weights)"
+            f"(the norm's own weights bound the scores)"
         )
     ones = torch.ones(1, width, dtype=tensors["weight"].dtype, device=tensors["weight"].device)
     nothing = {n: torch.zeros_like(p) for n, p in tensors.items()}
-    if bool(torch.func.functional_call(norm, nothing, ones).any()):  # not weight * normed + bias
-        raise ValueError(f"attention: expected a norm that is scaled by its weight, got {type(norm).__name__}")
+    if bool(torch.func.functional_call(norm, nothing, ones).any()):  # it is not weight * normed + bias
+        raise ValueError(f"attention: expected a norm that its weight multiplies, got {type(norm).__name__}")
     return list(tensors.values())
 
 
-# --- a floor under the entropy ----------------------------------------------------------------------------------------
+# --- a lower bound on the entropy -------------------------------------------------------------------------------------
 
 
 def entropy_floor(
@@ -207,22 +213,22 @@ def entropy_floor(
     rows: Tensor | None = None,
     power: float = 1.0,
 ) -> Tensor:
-    """A loss: by how much the rows' entropies miss the floor, in the mean; 0 where none does.
+    """A loss term: the mean amount by which the rows' entropies are below the floor; 0 if none is.
 
-    `entropy`: the aux statistic, [..., H, Tq], which is differentiable. `floor`: in nats. `keys`: how many each row may
-    read (aux `support` of a softmax); a floor above log(keys) is lowered to it, and with `relative` the floor is a
-    share of log(keys). Rows with one key have no choice: with `keys` they do not count, nor do rows that `rows` (bool)
-    leaves out: padding. `power` 2 squares the shortfall: a softer hold near the floor.
+    `entropy`: the differentiable aux statistic, [..., H, Tq]. `floor`: in nats. `keys`: the number of keys that each
+    row may read (aux `support` of a softmax). With it, a floor above log(keys) is lowered to log(keys), and with
+    `relative` the floor is a share of log(keys). A row with one key always has entropy 0, so with `keys` it does not
+    count. Rows where `rows` (bool) is False, such as padding, do not count either. `power=2` squares the shortfall, so
+    that the gradient is small near the floor.
 
-    The entropy's own gradient vanishes at a one-hot row: the floor holds a run from collapsing, it does not raise one
-    that has.
+    The gradient of the entropy vanishes at a one-hot row. So the floor prevents collapse, but it does not undo it.
     """
     if not isinstance(entropy, Tensor) or not entropy.is_floating_point():
         raise TypeError(f"entropy: expected a floating-point tensor, got {describe(entropy)}")
     floor = number("floor", floor, "a number >= 0", not_negative)
     power = number("power", power, "a number >= 1", lambda p: finite(p) and p >= 1)
     if relative and keys is None:
-        raise ValueError("keys: expected a tensor where the floor is relative, got None")
+        raise ValueError("keys: expected a tensor with relative=True, got None")
     if relative and floor > 1:
         raise ValueError(f"floor: expected a share of at most 1, got {floor:g}")
     counted = torch.ones((), dtype=torch.bool, device=entropy.device) if rows is None else rows
@@ -234,7 +240,7 @@ def entropy_floor(
         target = floor * most if relative else most.clamp(max=floor)
         counted = counted & (keys > 1)
     counted = counted.expand_as(entropy)
-    # where before pow: a row that is left out must not bring a NaN into the gradient
+    # `where` comes before pow, so that a NaN in a row that is left out does not reach the gradient
     missing = torch.where(counted, target - entropy, 0.0).relu()
     missing = missing if power == 1 else missing**power
     return missing.sum() / counted.sum().clamp(min=1)

@@ -1,4 +1,4 @@
-"""A small transformer to experiment with: the residual stream is written to by attention and by an MLP.
+"""A small transformer for experiments: attention and an MLP in turn are added to the residual stream.
 
     h ← h + O(attention(W_Q h', W_K h', W_V h')),   h ← h + MLP(h'),   h' = LayerNorm(h)
 
@@ -28,7 +28,7 @@ Init = float | Literal["pytorch", "unit"]
 
 
 class SelfAttention(HasProblem):
-    """Heads that read the residual stream (causal: its past), with a problem or a function of their own."""
+    """Multi-head self-attention over the residual stream, by a problem or by a function of queries, keys and values."""
 
     def __init__(
         self,
@@ -44,19 +44,19 @@ class SelfAttention(HasProblem):
         self.heads, self.dropout, self.causal = heads, dropout, causal
         self.into = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        # QK-norm: queries and keys of length √D, with a learned gain, so that scores cannot grow without it.
+        # QK-norm: queries and keys have length √D times a learned gain, so scores can only grow with the gain.
         self.norms = nn.ModuleList(nn.RMSNorm(width // heads) for _ in range(2)) if qk_norm else None
         self.problem, self.attention = problem, attention
 
-    def read(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of a stream [B, T, E]: [B, H, T, D] each."""
+    def project(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the stream [B, T, E]: [B, H, T, D] each."""
         q, k, v = (t.unflatten(2, (self.heads, -1)).transpose(1, 2) for t in self.into(h).chunk(3, 2))
         if self.norms is not None:
             q, k = self.norms[0](q), self.norms[1](k)
         return q, k, v
 
     def forward(self, h: Tensor) -> Tensor:
-        q, k, v = self.read(h)
+        q, k, v = self.project(h)
         if self.attention is not None:
             o = self.attention(q, k, v, self.causal)
         else:
@@ -67,7 +67,7 @@ class SelfAttention(HasProblem):
 
 
 class Block(nn.Module):
-    """What one layer adds to the stream."""
+    """One layer: adds attention and an MLP to the stream."""
 
     def __init__(self, attention: SelfAttention, width: int, dropout: float) -> None:
         super().__init__()
@@ -84,17 +84,18 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Predicts the next token at every position: tokens [B, T] -> logits [B, T, vocabulary].
 
-    `problem` is a `Transport`, a module of `regard.features`, or a function of the layer's number that gives that
-    layer's: one of these, or a callable (a module, if it has parameters) that builds a `Transport` in every forward. Or
-    `attention`, a function or module called with (query, key, value, is_causal); every layer has its own copy of one.
-    An `nn.Parameter` in a `Transport` is a parameter of the model. Layers that are given the same Transport share it; a
-    function of the layer's number can give each its own.
-    Plans are made causal, unless `causal` is False: then positions read both ways, and `loss` wants targets.
+    `problem` is a `Transport`, a module of `regard.features`, or a function of the layer's number. The function returns
+    one of these, or a callable that builds a `Transport` in every forward call (a module, if it has parameters).
+    Instead of a problem, `attention` may be a function or module that is called with (query, key, value, is_causal); of
+    a module, every layer has its own copy. An `nn.Parameter` in a `Transport` is a parameter of the model. Layers with
+    the same Transport share its parameters; a function of the layer's number can give each layer its own.
+    Attention is causal unless `causal` is False: then positions read in both directions, and `loss` needs targets.
 
-    `positions` are learned, or None, for problems whose prior tells near from far. `init` is the standard deviation of
-    all matrices (0.02; those that write to the stream get 1/√(2 layers) of it, as in GPT-2), "unit" (variance 1/fan-in:
-    of a normalised stream, queries and keys of variance 1) or "pytorch" (what `nn.Linear` does by itself: 1/3 of that).
-    The embeddings always begin at 0.02: they are the output matrix too, unless `tied` is False.
+    `positions` is "learned", or None for problems whose prior depends on the distance. `init` is the standard deviation
+    of all matrices (0.02; those that write to the stream get 1/√(2 layers) of it, as in GPT-2), "unit" (variance
+    1/fan-in, so that queries and keys of a normalized stream have variance 1) or "pytorch" (the default of `nn.Linear`:
+    a third of that variance). Embeddings always start with 0.02. They are also the output matrix, unless `tied` is
+    False.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Transformer(nn.Module):
         if attention is not None and not callable(attention):
             raise TypeError(f"attention: expected a function or module, got {describe(attention)}")
         if attention is not None and problem is not None:
-            raise ValueError("attention: expected None with a problem, which says what the attention is; got both")
+            raise ValueError("attention: expected None together with a problem, got both")
         if not isinstance(causal, bool):
             raise TypeError(f"causal: expected a bool, got {describe(causal)}")
         self.length, self.causal = length, causal
@@ -144,7 +145,7 @@ class Transformer(nn.Module):
             if isinstance(own, Features):
                 own, attend = None, own
             if attend is not None and dropout:
-                raise ValueError(f"dropout: expected 0 with an attention of your own, which cannot drop, got {dropout}")
+                raise ValueError(f"dropout: expected 0 with `attention` or features, which have none, got {dropout}")
             blocks.append(Block(SelfAttention(width, heads, own, attend, qk_norm, dropout, causal), width, dropout))
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(width)
@@ -172,7 +173,7 @@ class Transformer(nn.Module):
         return [block for block in self.blocks if isinstance(block, Block)]
 
     def _stream(self, tokens: Tensor) -> Tensor:
-        """What the first layer reads, [B, T, E]."""
+        """The input of the first layer, [B, T, E]."""
         T = tokens.shape[1]
         h = self.token(tokens)
         if self.position is not None:
@@ -189,41 +190,41 @@ class Transformer(nn.Module):
         return F.linear(h, self.token.weight) if self.head is None else self.head(h)
 
     def loss(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Mean cross-entropy in nats. tokens [B, T + 1]: of every token but the first, given those before it.
+        """Mean cross-entropy in nats of every token of [B, T + 1] but the first, given the tokens before it.
 
-        With targets [B, T], those are predicted from tokens [B, T]; where a target is negative nothing is asked.
+        With targets [B, T], the targets are predicted from tokens [B, T]; a negative target is ignored.
         """
         if targets is None:
             if not self.causal:
-                raise ValueError("targets: expected a tensor for a model that is not causal, and sees the next token")
+                raise ValueError("targets: expected a tensor for a model that is not causal, which sees the next token")
             tokens, targets = tokens[:, :-1], tokens[:, 1:]
         return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten().clamp(min=-1), ignore_index=-1)
 
     @torch.no_grad()
     def heads(self, tokens: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Each layer's queries, keys and values, [B, H, T, D]: what statistics of its plan are computed from."""
+        """Queries, keys and values of each layer, [B, H, T, D], from which statistics of its plan can be computed."""
         h, found = self._stream(tokens), []
         for block in self._each():
-            found.append(block.attention.read(block.norms[0](h)))
+            found.append(block.attention.project(block.norms[0](h)))
             h = block(h)
         return found
 
     def problems(self) -> list[Transport | None]:
-        """Each layer's problem, as it stands now (None: softmax, or an attention of your own)."""
+        """The current problem of each layer (None: softmax, or `attention`)."""
         return [built(block.attention.problem) for block in self._each()]
 
     @torch.no_grad()
     def generate(
         self, tokens: Tensor, count: int, temperature: float = 1.0, generator: torch.Generator | None = None
     ) -> Tensor:
-        """`count` more tokens after [B, T], drawn from softmax(logits / temperature); 0 takes the likeliest.
+        """Append `count` tokens to [B, T], drawn from softmax(logits / temperature); 0 takes the most likely one.
 
-        The model sees the last `length` tokens. A generator of the CPU draws the same for a model on any device.
+        The model sees the last `length` tokens. A CPU generator gives the same draws for a model on any device.
         """
         if not 0 <= temperature < math.inf:
             raise ValueError(f"temperature: expected a finite number >= 0, got {describe(temperature)}")
         if not self.causal:
-            raise ValueError("causal: expected True to generate: a model that reads both ways predicts no next token")
+            raise ValueError("causal: expected True to generate (otherwise there is no prediction of the next token)")
         for _ in range(count):
             logits = self(tokens[:, -self.length :])[:, -1]
             if temperature == 0:
@@ -236,13 +237,13 @@ class Transformer(nn.Module):
         return tokens
 
     def save(self, path: str | Path) -> None:
-        """Write the weights as safetensors; a parameter that layers share is written once."""
+        """Write the weights as safetensors; a shared parameter is written once."""
         from safetensors.torch import save_model
 
         save_model(self, str(path))
 
     def load(self, path: str | Path) -> None:
-        """Read weights that a model of the same shape wrote; every name must be there, and no other."""
+        """Read weights that a model of the same shape wrote; the names of the parameters must match exactly."""
         from safetensors.torch import load_model
 
         load_model(self, path)
