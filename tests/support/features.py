@@ -1,4 +1,4 @@
-"""Attention by features from its definition: the whole matrix of weights."""
+"""Attention by features computed from its definition, with the whole matrix of weights."""
 
 import math
 

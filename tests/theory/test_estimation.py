@@ -55,7 +55,7 @@ def test_key_scale_multiplies_keys(case, backend):
     "shape", [(), (1,), (6,), (2, 6), (4, 6), (4, 1), (2, 2, 6), (2, 4, 6), (1, 4, 6), (2, 1, 6), (2, 4, 1)], ids=str
 )
 def test_key_scale_shapes(shape):
-    """Per query head or per key/value head, and what broadcasts to either."""
+    """One for each query head or key/value head, and shapes that broadcast to either."""
     q, k, v = normal(2, 4, 5, 8), normal(2, 2, 6, 8, seed=1), normal(2, 2, 6, 3, seed=2)
     multiplier = normal(*shape, seed=3)
     full = multiplier.repeat_interleave(2, -2) if len(shape) > 1 and shape[-2] == 2 else multiplier
@@ -94,7 +94,7 @@ def test_key_scale_gradient(backend, heads):
         )
 
 
-def test_key_scale_in_the_windows_on_a_plan():
+def test_key_scale_in_functions_that_read_a_plan():
     q, k, multiplier = normal(2, 4, 6, 8), normal(2, 2, 6, 8, seed=1), normal(4, 6, seed=2)
     scaled = k.repeat_interleave(2, 1) * multiplier[..., None]
     arguments = {"is_causal": True, "problem": Transport(temperature=0.5)}
@@ -111,12 +111,12 @@ def test_key_scale_in_the_windows_on_a_plan():
 
 
 @by_backend
-def test_rubbish_in_masked_keys_stays_there(backend):
+def test_nan_in_masked_keys_does_not_spread(backend):
     q, k, v = normal(2, 4, 5, 8), normal(2, 2, 6, 8, seed=1), normal(2, 2, 6, 3, seed=2)
     mask = torch.arange(6) != 3
     results = []
-    for rubbish in (0.0, math.nan, math.inf):
-        key = torch.where(mask[:, None], k, rubbish).requires_grad_()
+    for masked in (0.0, math.nan, math.inf):
+        key = torch.where(mask[:, None], k, masked).requires_grad_()
         multiplier = normal(4, 6, seed=3).requires_grad_()
         arguments = {"attn_mask": mask, "enable_gqa": True, "backend": backend}
         out = regard.attention(q, key, v, key_scale=multiplier, **arguments)
@@ -153,7 +153,7 @@ def test_key_scale_keeps_the_dtype():
     assert mixed.dtype == torch.bfloat16 and torch.equal(mixed, regard.attention(*half, key_scale=multiplier))
     (gradient,) = torch.autograd.grad(mixed.float().sum(), multiplier)
     assert gradient.dtype == torch.float32
-    # The product is made in float32 and rounded once.
+    # The product is computed in float32 and rounded once.
     once = (half[1].float() * multiplier[..., None]).bfloat16()
     assert torch.equal(mixed, regard.attention(half[0], once, half[2]))
 
@@ -169,7 +169,7 @@ def test_key_scale_is_keyword_only():
 
 
 def quadrature(t, freedom):
-    """P(|T| <= t) by Simpson's rule in the angle, where the density is a power of a cosine: independent of the sums."""
+    """P(|T| <= t) by Simpson's rule in the angle, where the density is a power of a cosine: an independent formula."""
     angle = torch.linspace(0, math.atan(t / math.sqrt(freedom)), 20001, dtype=double)
     height = angle.cos() ** (freedom - 1)
     weights = torch.full_like(angle, 2.0)
@@ -243,8 +243,8 @@ def test_estimate_maximises_the_likelihood(backend):
 
 
 @by_engine
-def test_estimate_is_its_formulas(backend):
-    """beta = n Dv / sum theta |v - value|^2 where masks, priors and grouped heads leave n keys."""
+def test_estimate_equals_its_formulas(backend):
+    """beta = n Dv / sum theta |v - value|^2, where n keys are admissible under masks, priors and grouped heads."""
     q, k, v = normal(2, 4, 7, 8), normal(2, 2, 7, 8, seed=1), normal(2, 2, 7, 3, seed=2)
     slopes = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=double)
     mask = torch.rand(2, 1, 7, 7, generator=torch.Generator().manual_seed(1)) < 0.7
@@ -292,7 +292,7 @@ def test_intervals_cover_at_the_stated_rate(n, d):
     assert unbiased.mean().item() == pytest.approx(variance.item(), rel=4 * relative)
 
 
-def test_the_bar_of_maximum_likelihood_is_too_short():
+def test_the_maximum_likelihood_interval_is_too_short():
     """theory.md: 60 % at n = 2, d = 1 for a nominal 95 %."""
     q, k, v, true, _ = simulated(2, 1, 20000)
     found = regard.estimate(q, k, v)
@@ -305,7 +305,7 @@ def test_the_bar_of_maximum_likelihood_is_too_short():
 def test_estimate_at_the_edges(backend):
     q, k, v = normal(1, 1, 3, 4), normal(1, 1, 5, 4, seed=1), normal(1, 1, 5, 2, seed=2)
     plain = regard.estimate(q, k, v, backend=backend)
-    # Scores whose exponentials overflow: the variance does not know.
+    # Scores whose exponentials overflow do not change the variance.
     shifted = regard.estimate(q, k, v, attn_mask=torch.full((5,), 5000.0, dtype=double), backend=backend)
     assert torch.allclose(shifted.variance, plain.variance) and torch.allclose(shifted.value, plain.value)
     assert torch.allclose(shifted.log_precision, plain.log_precision) and (shifted.precision_scale == 0).all()
@@ -354,7 +354,7 @@ def test_estimate_compiles():
 
 @by_case
 @by_engine
-def test_evidence_is_its_definition(case, backend):
+def test_evidence_equals_its_definition(case, backend):
     built = build(case)
     skip_unless_served(backend, built, ("entropy",))
     problem = built.arguments.get("problem", Transport())
@@ -373,7 +373,7 @@ def test_evidence_is_its_definition(case, backend):
 
 
 def test_evidence_is_against_the_uniform_plan():
-    """Under a weighted prior the statistic `kl` measures something else."""
+    """Under a weighted prior the statistic `kl` is another quantity."""
     q, k = normal(1, 2, 5, 4), normal(1, 2, 6, 4, seed=1)
     problem = Transport(prior=Bias(normal(6, seed=2)))
     p = regard.solve(q @ k.mT / 2, problem).weights
@@ -391,13 +391,13 @@ def test_a_uniform_plan_is_no_evidence(backend):
         assert (found.kl == 0).all() and (found.draws == math.inf).all() and found.kl.dtype == dtype
 
 
-def test_rows_with_nothing_to_judge():
+def test_evidence_of_rows_with_at_most_one_key():
     q, k = normal(1, 1, 3, 4), normal(1, 1, 4, 4, seed=1)
     mask = torch.tensor([[True] * 4, [False] * 4, [False, True, False, False]])
     for problem in (None, Transport(Tsallis(1.5)), Transport(temperature=0.0)):
         found = regard.evidence(q, k, attn_mask=mask, problem=problem)
         assert (found.kl[0, 0, 1:] == 0).all() and (found.draws[0, 0, 1:] == math.inf).all() and found.kl[0, 0, 0] > 0
-    empty = regard.evidence(q, k, problem=Transport(Tsallis(2.0), marginal=Free(-1e3)))  # ReLU: ships nothing
+    empty = regard.evidence(q, k, problem=Transport(Tsallis(2.0), marginal=Free(-1e3)))  # ReLU: the rows send no mass
     assert (empty.kl == 0).all() and (empty.draws == math.inf).all()
     assert (regard.evidence(q, k[:, :, :0]).kl == 0).all()
 
@@ -418,9 +418,9 @@ def test_evidence_is_differentiable():
 
 
 @pytest.mark.parametrize("scale", [0.1, 0.3])
-def test_steins_number_is_the_right_order(scale):
-    """After that many draws the log-likelihood ratio has reached log(1/level) on average; so it exceeds that threshold
-    about half of the time, and under the null at most with probability `level`."""
+def test_the_number_of_draws_by_simulation(scale):
+    """After that many draws the mean log-likelihood ratio is log(1/level). So the ratio exceeds this threshold about half
+    of the time, and under the null hypothesis with probability `level` at most."""
     q, k, level, tests = normal(1, 1, 1, 4), normal(1, 1, 20, 4, seed=1), 0.05, 4000
     found = regard.evidence(q, k, scale=scale, level=level)
     p = regard.solve(scale * (q @ k.mT)[0, 0, 0]).weights
@@ -471,7 +471,7 @@ def test_memory_of_16k_tokens():
 
 
 def moments(scores, targets, beta):
-    """E_target[s] and E_model[s] of each row and key, by their words; integer targets."""
+    """E_target[s] and E_model[s] of each row and key, from their definitions; integer targets."""
     p = (beta * scores).softmax(-1)
     t = torch.nn.functional.one_hot(targets, scores.shape[-1]).double()
     s = torch.where(scores == -math.inf, 0.0, scores)
@@ -479,7 +479,7 @@ def moments(scores, targets, beta):
 
 
 def by_lbfgs(scores, targets, shape):
-    """An oracle: the mean log-likelihood maximised over beta of this shape by somebody else's optimiser."""
+    """An oracle: beta of this shape that maximizes the mean log-likelihood, by PyTorch's LBFGS."""
     scores = scores.clamp(min=-1e4)  # 0 * inf has no derivative
     beta = torch.ones(shape, dtype=double, requires_grad=True)
     optimizer = torch.optim.LBFGS(
@@ -511,7 +511,7 @@ def test_calibrate_maximises_the_likelihood(per):
     assert torch.allclose(found.beta, expected.view_as(found.beta), rtol=1e-6)
     assert torch.equal(found.temperature, 1 / found.beta)
     assert found.converged and not found.separable.any() and found.rows == 600 and 0 < found.iterations < 20
-    # the certificate, computed anew
+    # the certificate, computed independently
     observed, modelled = moments(scores, targets, found.beta.view(SHAPES[per]))
     over = {"global": (0, 1, 2, 3), "head": (0, 2, 3), "key": (0, 1, 2)}[per]
     rows = 200 if per == "head" else 600
@@ -534,7 +534,7 @@ def test_a_known_temperature_is_recovered(temperature):
 
 
 def test_distributions_as_targets():
-    """A softmax at temperature tau is fitted exactly by 1/tau, per head; and key multipliers by themselves."""
+    """The fit recovers the temperatures, or the key multipliers, of the softmax that is the target."""
     scores = normal(2, 3, 40, 5)
     tau = torch.tensor([0.2, 1.0, 7.0], dtype=double)
     found = regard.calibrate(scores, (scores / tau.view(3, 1, 1)).softmax(-1), per="head")
@@ -550,7 +550,7 @@ def test_distributions_as_targets():
 
 
 def test_calibrated_multipliers_fit_attention():
-    """What `calibrate` returns goes straight into attention."""
+    """The result of `calibrate` can be passed to attention as it is."""
     q, k = normal(1, 1, 50, 4), normal(1, 1, 6, 4, seed=1)
     wanted = torch.tensor([1.5, 0.5, 1.0, -0.5, 2.0, 1.0], dtype=double)
     plan = lambda multiplier: regard.weights_at(q, k, torch.arange(6), key_scale=multiplier)  # noqa: E731
@@ -579,7 +579,7 @@ def test_rows_left_out():
     scores = normal(60, 4, seed=2)
     targets = chosen(scores)
     some_targets = torch.where(torch.arange(60) % 3 == 0, -1, targets)
-    scores[3] = -math.inf  # may have no key at all then
+    scores[3] = -math.inf  # allowed, because the row is left out
     for per in ("global", "key"):
         used = torch.arange(60) % 3 != 0
         expected = regard.calibrate(scores[used], targets[used], per=per)
@@ -596,7 +596,7 @@ def test_rows_left_out():
 @some
 @given(st.integers(0, 2**31), st.floats(0.01, 100), st.floats(-50, 50), st.sampled_from(["global", "head"]))
 def test_shifts_and_scales(seed, factor, shift, per):
-    """A shift of a row leaves beta; scores times c divide it by c."""
+    """A shift of a row does not change beta; multiplying the scores by c divides it by c."""
     scores = normal(2, 3, 20, 5, seed=seed)
     targets = chosen(0.8 * scores, seed=seed)
     plain = regard.calibrate(scores, targets, per=per)
@@ -632,21 +632,21 @@ def test_separable_choices_are_reported():
     assert found.log_likelihood[0] == 0 and found.residual[0] == 0
     text = str(found)
     assert "separable" in text and "head 0, 2" in text and "temperature 0" in text
-    # one contradiction is enough for a finite answer, however large
+    # a single row that contradicts makes the answer finite, however large it is
     targets[0, 0] = scores[0, 0].argmin()
     nearly = regard.calibrate(scores, targets, per="head")
     assert not nearly.separable[0] and 0 < nearly.temperature[0] < math.inf and nearly.residual[0] < 1e-12
     # ties at the top are shared
     tied = regard.calibrate(torch.tensor([[1.0, 1.0, 0.0]] * 4), torch.tensor([0, 1, 1, 0]))
     assert tied.separable and tied.log_likelihood.item() == pytest.approx(-math.log(2))
-    # and a ridge keeps it finite: its pull is the moments' difference
+    # a ridge makes it finite: its gradient is the difference of the moments
     ridged = regard.calibrate(scores[2], scores[2].argmax(-1), ridge=0.01)
     observed, modelled = moments(scores[2], scores[2].argmax(-1), ridged.beta)
     assert not ridged.separable and ridged.converged
     assert (observed - modelled).sum(-1).mean().item() == pytest.approx(0.01 * (ridged.beta.item() - 1), abs=1e-12)
 
 
-def test_scores_that_speak_against_the_choices():
+def test_anticorrelated_scores():
     scores = normal(200, 5)
     found = regard.calibrate(scores, chosen(-2 * scores))
     assert found.anticorrelated and found.beta == 0 and found.temperature == math.inf and found.converged
@@ -667,7 +667,7 @@ def test_scores_without_information():
     found = regard.calibrate(scores, targets, per="head")
     assert found.uninformative.tolist() == [True, False] and found.beta[0] == 1 and not found.separable.any()
     assert "uninformative" in str(found) and "head 0:" in str(found) and found.converged
-    # rows without information leave the others' answer
+    # rows without information do not change the result of the others
     alone = regard.calibrate(scores[1], targets[1])
     assert regard.calibrate(scores, targets).beta.item() == pytest.approx(alone.beta.item(), rel=1e-12)
 
@@ -698,7 +698,7 @@ def test_keys_that_separate_together(seed):
     rest = regard.calibrate(scores[200:, 2:], targets[200:] - 2, per="key")
     assert torch.allclose(found.beta[2:], rest.beta, rtol=1e-6) and (found.beta[:2] == math.inf).all()
     assert found.log_likelihood.item() == pytest.approx(0.6 * rest.log_likelihood.item(), rel=1e-6)
-    # One row that contradicts, however softly it speaks, makes it finite.
+    # A single row that contradicts makes it finite, however small its scores are.
     scores[0, :2] *= 1e-3
     targets[0] = 1 - targets[0]
     nearly = regard.calibrate(scores, targets, per="key")

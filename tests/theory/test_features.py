@@ -1,4 +1,4 @@
-"""Attention by features: its quadratic definition, FAVOR+ against the exact kernel, chunks, steps, models."""
+"""Attention by features: its quadratic definition, chunks, steps, gradients, and FAVOR+ against the exact kernel."""
 
 import copy
 import math
@@ -38,7 +38,7 @@ def test_equal_to_the_quadratic_definition(name, lengths, causal, Hkv):
         close(out, definition(module, q, k, v, causal, 0.7, offset=offset)[0])
 
 
-def test_the_comparison_sees_one_wrong_weight():
+def test_the_comparison_fails_for_one_wrong_weight():
     q, k, v = tensors(9)
     module = MAPS["favor"]()
     expected = definition(module, q, k, v, True)[0]
@@ -47,7 +47,7 @@ def test_the_comparison_sees_one_wrong_weight():
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_scale_by_default_and_negative(name):
+def test_default_and_negative_scale(name):
     q, k, v = tensors(9)
     module = MAPS[name]()
     close(module(q, k, v), definition(module, q, k, v)[0])
@@ -55,7 +55,7 @@ def test_scale_by_default_and_negative(name):
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_the_chunks_do_not_matter(name):
+def test_the_chunk_size_does_not_change_the_result(name):
     q, k, v = tensors(70)
     whole = MAPS[name](chunk=1000)
     for chunk in (1, 3, 64, None):
@@ -65,7 +65,7 @@ def test_the_chunks_do_not_matter(name):
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_steps_are_the_full_call(name):
+def test_steps_equal_the_full_call(name):
     q, k, v = tensors(30, H=4, Hkv=2)
     module = MAPS[name](chunk=7)
     full = module(q, k, v, True, enable_gqa=True)
@@ -83,7 +83,7 @@ def test_steps_are_the_full_call(name):
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_the_order_of_keys_does_not_matter_where_all_are_seen(name):
+def test_the_order_of_keys_does_not_matter_without_a_causal_mask(name):
     q, k, v = tensors(20)
     order = torch.randperm(20, generator=seeded())
     module = MAPS[name](chunk=3)
@@ -93,7 +93,7 @@ def test_the_order_of_keys_does_not_matter_where_all_are_seen(name):
 
 @pytest.mark.parametrize("name", MAPS)
 def test_the_future_is_not_seen(name):
-    """Not even by its size: whatever comes later, the past's bits stay, chunk or not."""
+    """Future keys, even huge ones, do not change a single bit of earlier rows, within a chunk or across chunks."""
     q, k, v = tensors(40, dtype=torch.float32)
     module = MAPS[name](chunk=16)
     out = module(q, k, v, True)
@@ -132,7 +132,7 @@ def test_half_types_are_computed_in_float32(dtype, name, causal):
 
 
 def test_keys_of_very_different_sizes():
-    """exp(-|k|^2/2) far below float32's smallest number, before and behind ordinary keys in one chunk."""
+    """exp(-|k|^2/2) is far below float32's smallest number, before and after ordinary keys in one chunk."""
     q, k, v = tensors(24, dtype=torch.float32)
     k[:, :, :5] *= 12
     k[:, :, 9] *= 25
@@ -145,7 +145,7 @@ def test_keys_of_very_different_sizes():
 
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_padding_may_hold_anything(name, causal):
+def test_padding_may_hold_nan(name, causal):
     q, k, v = tensors(20)
     mask = torch.ones(2, 20, dtype=torch.bool)
     mask[0, :7] = False  # left
@@ -182,8 +182,8 @@ def test_rows_without_features_give_zero():
         assert grad.isfinite().all() and not grad[:, :, 4].any()
 
 
-def test_no_epsilon_moves_the_result():
-    """One key: its value, however small its weight."""
+def test_one_key_gives_its_value_however_small_its_weight():
+    """An epsilon in the denominator would change the result."""
     q, k, v = tensors(1, dtype=torch.float32)
     for name in MAPS:
         for size in (1e-9, 1.0, 30.0):
@@ -237,7 +237,7 @@ def test_transforms(name):
 
 
 @pytest.mark.parametrize("name", ["elu", "favor"])
-def test_compiles_whole(name):
+def test_compiles_as_one_graph(name):
     module = MAPS[name](chunk=8)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     q, k, v = (t.requires_grad_() for t in tensors(20))
@@ -248,8 +248,8 @@ def test_compiles_whole(name):
         close(a, b)
 
 
-def test_backward_keeps_no_more_than_the_inputs():
-    """What a forward pass saves grows with T as the inputs do; a state for each row would be M times v."""
+def test_saved_tensors_are_no_larger_than_the_inputs():
+    """The forward pass saves O(T D) numbers for backward; a state for each row would be M times as many."""
     saved = []
     T = 32768
     q, k, v = (t.requires_grad_() for t in tensors(T, B=1, H=1, Dv=D, dtype=torch.float32))
@@ -270,7 +270,7 @@ def estimates(module: Features, m: int, q: Tensor, k: Tensor) -> Tensor:
 
 
 def off(found: Tensor, exact: float) -> float:
-    """How many standard errors the mean is away."""
+    """The distance of the mean from the exact value in standard errors."""
     return abs(float(found.mean()) - exact) / (float(found.std()) / math.sqrt(len(found)))
 
 
@@ -296,7 +296,7 @@ def test_favor_is_unbiased_and_its_variance_falls_with_features():
 
 
 def test_rows_of_length_sqrt_d_are_biased():
-    """The control of the test above: the shortcut that some implementations take is seen by it."""
+    """The test above would notice fixed lengths, a shortcut of some implementations."""
     q, k = one_pair()
     exact = float((q @ k / math.sqrt(D)).exp())
     module = Performer(D, 400_000, generator=seeded())
@@ -305,7 +305,7 @@ def test_rows_of_length_sqrt_d_are_biased():
     assert off(estimates(module, 8, q, k), exact) > 10
 
 
-def test_the_features_are_what_the_module_uses():
+def test_the_module_uses_its_features():
     """`lse` of one key is the log of the estimate by all features."""
     q, k = one_pair()
     for name in ("favor", "relu of projections"):
@@ -314,7 +314,7 @@ def test_the_features_are_what_the_module_uses():
         close(aux.lse.exp(), estimates(module, 20, q, k))
 
 
-def test_the_output_comes_near_softmax():
+def test_the_output_converges_to_softmax():
     q, k, v = (0.8 * t for t in tensors(64, B=1, H=2))
     exact = regard.attention(q, k, v, is_causal=True)
     errors = [
@@ -334,7 +334,7 @@ def test_relu_features_estimate_the_arc_cosine_kernel():
     assert off(estimates(ReLUFeatures(D, 400_000, generator=seeded()), 8, q, k), exact) < 3.5
 
 
-def test_directions_are_orthogonal_in_blocks_and_chi_long():
+def test_directions_are_orthogonal_in_blocks_with_chi_lengths():
     w = directions(5 * 16 + 3, 16, generator=seeded())
     for block in w.split(16):
         gram = block @ block.T
@@ -377,7 +377,7 @@ def test_redraw():
         ReLUFeatures().redraw()
 
 
-def test_activation_checkpointing_sees_the_same_directions():
+def test_activation_checkpointing_uses_the_same_directions():
     q, k, v = (t.requires_grad_() for t in tensors(9))
     module = Performer(D, 16, redraw_interval=1)
     out = torch.utils.checkpoint.checkpoint(module, q, k, v, use_reentrant=False)
@@ -400,7 +400,7 @@ def test_state_dict_and_dtypes():
     assert half.projection.dtype == torch.float32 and (half.projection == drawn).all()
     assert module.double().projection.dtype == torch.float64
     assert half(*(t.bfloat16() for t in (q, k, v))).dtype == torch.bfloat16
-    assert half(q, k, v).dtype == torch.float64  # follows the input, whatever the buffer is
+    assert half(q, k, v).dtype == torch.float64  # the input's dtype, not the buffer's
     with torch.autocast("cpu", torch.bfloat16):
         assert half(q.float(), k.float(), v.float()).dtype == torch.bfloat16
 
@@ -473,7 +473,7 @@ def model_of(kind: str, **changes):
 
 
 def by_whole_matrix(module: Features):
-    """The same attention for transformers, from the matrix of weights and a mask that is spelled out."""
+    """The same attention for transformers, from the whole matrix of weights and an explicit mask."""
 
     def attend(layer, query, key, value, attention_mask, scaling=None, **_):
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
@@ -528,7 +528,7 @@ def test_generation_with_a_cache(registered):
             )
     first = tokens["by-matrix", False]
     assert first.shape == (2, 17) and all(torch.equal(first, t) for t in tokens.values())
-    # A prompt in two pieces: the second one's queries see all keys before them.
+    # A prompt in two pieces: the queries of the second one see all keys before them.
     model.set_attn_implementation("by-features")
     whole = model(input_ids=ids).logits
     half = model(input_ids=ids[:, :5], use_cache=True)
@@ -536,7 +536,7 @@ def test_generation_with_a_cache(registered):
     close(torch.cat([half.logits, rest], 1), whole, 1e-10)
 
 
-def test_models_that_ask_for_more_are_refused():
+def test_unsupported_models_raise():
     regard.hf.register("by-features", LinearAttention())
     ids = torch.randint(3, 64, (2, 20), generator=seeded())
     mistral = model_of("Mistral", sliding_window=7)
@@ -580,7 +580,7 @@ def test_inspection(side, registered):
     assert any("entropy" in f.message for f in notes)
     if side is None:
         full = regard.inspect(model, given, statistics=("key_mass", "first_key_mass"))
-        profile = full.layers[0].profile()  # of key 0: all that the queries sent to it
+        profile = full.layers[0].profile()  # for key 0: the mass that the queries send to it
         close(profile["key_mass"][0], full.mean("first_key_mass")[0], 1e-6)
     else:
         with pytest.raises(ValueError, match="key_mass"):

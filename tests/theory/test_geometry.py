@@ -1,4 +1,4 @@
-"""The geometry of a plan: each theorem on inputs that Hypothesis chooses, each streaming function against its dense
+"""The geometry of a plan: each theorem on random inputs from Hypothesis, each streaming function against its dense
 definition."""
 
 import math
@@ -36,7 +36,7 @@ def draw(seed, *shape, scale=2.0):
 
 @st.composite
 def problems(choose, marginals=MARGINALS, n=9):
-    """Every regulariser and marginal; a prior with a forbidden key or none; a temperature for all or for each head."""
+    """Every regularizer and marginal; no prior, or one with a masked key; one temperature, or one for each head."""
     seed = choose(seeds)
     log_prior = draw(seed, n, scale=1.0)
     log_prior[seed % n] = -math.inf
@@ -57,7 +57,7 @@ def tau_of(problem):
 
 
 def smooth(scores, problem):
-    """Not at a kink: no key about to enter or leave the support, where derivatives do not exist."""
+    """Whether no key is about to enter or leave the support, where derivatives do not exist."""
     near = [regard.solve(scores + h * draw(7, *scores.shape, scale=1.0), problem).weights > 0 for h in (-1e-4, 1e-4)]
     return bool((near[0] == near[1]).all())
 
@@ -71,7 +71,7 @@ def close(a, b, tolerance=1e-9):
 
 @few
 @given(problems(), seeds)
-def test_the_policy_gradient_is_the_gradient(problem, seed):
+def test_the_policy_gradient_equals_autograd(problem, seed):
     scores, utility = draw(seed, 2, 3, 9).requires_grad_(), draw(seed + 1, 2, 3, 9)
     (expected,) = torch.autograd.grad((regard.solve(scores, problem).weights * utility).sum(), scores)
     found = geo.policy_gradient(scores.detach(), utility, problem)
@@ -100,7 +100,7 @@ def test_advantage():
     assert (weights * found).sum(-1).abs().max() < 1e-14
     assert close(geo.advantage(3 * weights, utility), found, 1e-14)
     assert torch.equal(geo.advantage(torch.zeros(4), torch.arange(4.0)), torch.arange(4.0))
-    # What a key of weight 0 holds does not matter to the others.
+    # The utility of a key of weight 0 does not affect the others.
     assert torch.equal(
         geo.advantage(torch.tensor([0.5, 0.5, 0.0]), torch.tensor([1.0, 3.0, math.nan]))[:2], torch.tensor([-1.0, 1.0])
     )
@@ -121,7 +121,7 @@ def test_the_hessian_of_the_potential(problem, seed):
             s[None], eye[None, None], eye[None, None], scale=1.0, problem=problem, return_aux=request
         )[1].value.sum()
 
-    expected = torch.func.hessian(potential)(scores)  # [2, 1, 4, 2, 1, 4], rows do not see one another
+    expected = torch.func.hessian(potential)(scores)  # [2, 1, 4, 2, 1, 4]; rows are independent
     expected = torch.stack([expected[h, 0, :, h, 0] for h in range(2)])[:, None]
     assert close(geo.potential_hessian(scores, problem), expected, 1e-7), problem
 
@@ -170,7 +170,7 @@ def test_the_rank_of_the_metric_is_the_support_less_one(problem, seed):
 def test_the_natural_gradient_is_the_pseudoinverse_of_the_metric(problem, seed):
     scores, utility = draw(seed, 2, 3, 9, scale=1.0), draw(seed + 1, 2, 3, 9)
     hessian = geo.potential_hessian(scores, problem)
-    # Where it is well conditioned a pseudoinverse can be computed.
+    # Only a well-conditioned metric has a pseudoinverse that can be computed.
     values = torch.linalg.eigvalsh(hessian).abs()
     top = values.amax(-1, keepdim=True)
     assume(bool(((values > 1e-6 * top) | (values < 1e-13 * top) | (top == 0)).all()))
@@ -188,14 +188,14 @@ def test_the_natural_gradient_is_the_pseudoinverse_of_the_metric(problem, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_natural_gradient_undoes_saturation(dtype):
+def test_the_natural_gradient_does_not_vanish_with_saturation(dtype):
     utility = torch.tensor([1.0, -2.0, 0.5], dtype=dtype)
     for height in (0.0, 10.0, 1000.0):
         scores = torch.tensor([height, 0.0, 0.0], dtype=dtype)
         plain, natural = geo.policy_gradient(scores, utility), geo.natural_gradient(scores, utility)
         assert torch.allclose(natural, utility - utility.mean())
-    assert plain.abs().max() == 0  # nothing is left of the gradient itself
-    # exact zeros of entmax stay out of it
+    assert plain.abs().max() == 0  # the plain gradient vanishes
+    # exact zeros of entmax stay 0
     assert torch.equal(
         geo.natural_gradient(torch.tensor([5.0, 5.1, 0.0]), torch.tensor([1.0, 3.0, 7.0]), Transport(Tsallis(2.0))),
         torch.tensor([-1.0, 1.0, 0.0]),
@@ -203,7 +203,7 @@ def test_the_natural_gradient_undoes_saturation(dtype):
 
 
 def enumerated(scores, utility, problem, baseline):
-    """Mean and total variance of one draw's estimate, by going through the outcomes; only for one row."""
+    """Mean and total variance of the estimate from one draw, by a sum over all outcomes; for one row."""
     tau, hessian = problem.temperature, geo.potential_hessian(scores, problem)
     free = isinstance(problem.marginal, Free)
     if free:
@@ -233,7 +233,7 @@ def enumerated(scores, utility, problem, baseline):
 
 @every_problem
 @pytest.mark.parametrize("baseline", [True, False])
-def test_the_sampled_gradient_is_unbiased_and_knows_its_variance(problem, baseline):
+def test_the_sampled_gradient_is_unbiased_and_has_the_reported_variance(problem, baseline):
     scores, utility = draw(3, 6, scale=0.5), draw(4, 6) + 1
     exact = geo.policy_gradient(scores, utility, problem)
     mean, variance = enumerated(scores, utility, problem, baseline)
@@ -268,7 +268,7 @@ def test_the_sampled_gradient_of_softmax_is_reinforce():
 
 
 def test_a_baseline_may_raise_the_variance():
-    """Theory, section 3: the counterexample, and that usually it does not."""
+    """The counterexample of theory.md, section 3; and usually a baseline lowers the variance."""
     p, u = torch.tensor([0.9, 0.1], dtype=torch.float64), torch.tensor([1.0, 0.0], dtype=torch.float64)
     variances = []
     for baseline, expected in ((False, 0.0018), (True, 0.1152)):
@@ -283,7 +283,7 @@ def test_a_baseline_may_raise_the_variance():
     assert (with_it < without).double().mean() > 0.9
 
 
-def test_rows_without_keys_and_rubbish_in_utilities():
+def test_rows_without_keys_and_nan_in_masked_utilities():
     scores = torch.tensor([[0.0, 1.0, -math.inf], [-math.inf] * 3])
     utility = torch.tensor([1.0, 2.0, math.nan])
     for problem in (
@@ -307,7 +307,7 @@ def test_rows_without_keys_and_rubbish_in_utilities():
 
 
 def dense_scores(built):
-    """Scores with every mask in them, keys for each query head, the problem."""
+    """Scores with all masks applied, keys for each query head, the scale and the problem."""
     arguments = dict(built.arguments)
     q, k = built.query.detach(), built.key.detach()
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -339,7 +339,7 @@ def test_products_equal_their_dense_definition(case):
     assert close(geo.fisher_vector_product(built.query, built.key, t, **built.arguments), expected / tau), case.name
 
 
-def test_products_take_the_native_engine(monkeypatch):
+def test_products_use_the_native_engine(monkeypatch):
     pytest.importorskip("regard._native", reason="the native engine was not built")
     calls = []
     backward = BACKENDS["native"].backward
@@ -352,7 +352,7 @@ def test_products_take_the_native_engine(monkeypatch):
     for problem in (None, Transport(Tsallis(1.5), temperature=torch.full((2, 1, 1), 0.5))):
         geo.fisher_vector_product(q, k, t, problem, is_causal=True)
         geo.free_energy_hvp(q, k, t, problem)
-    assert calls == [("query",)] * 4  # and nobody asked for more
+    assert calls == [("query",)] * 4  # no other gradient is computed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -390,7 +390,7 @@ def test_products_are_differentiable_and_keep_the_callers_shape():
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_jvp_is_the_adjoint_of_the_gradient(case):
-    """<g, J t> = <J^T g, t>: against the backward pass, which shares no formula with it."""
+    """<g, J t> = <J^T g, t>, checked against the backward pass, which has a formula of its own."""
     built = build(case)
     tangents = [draw(i, *x.shape, scale=1.0) for i, x in enumerate((built.query, built.key, built.value))]
     inputs = [x.detach().requires_grad_() for x in (built.query, built.key, built.value)]
@@ -399,7 +399,7 @@ def test_jvp_is_the_adjoint_of_the_gradient(case):
     gradients = torch.autograd.grad(expected, inputs, g)
     with torch.no_grad():
         out, tangent = geo.jvp(*inputs, tuple(tangents), **built.arguments)
-        assert torch.equal(out, expected)  # the same backend's
+        assert torch.equal(out, expected)  # from the same backend
         pairs = [(x * t).sum() for x, t in zip(gradients, tangents, strict=True)]
         assert close((g * tangent).sum(), sum(pairs), 1e-9)
         for i in range(3):
@@ -417,7 +417,7 @@ def test_jvp_without_tangents():
 
 
 def natural_scores(scores, utility, problem, damping):
-    """What natural_attention hands to the scores: with unit keys the query's gradient is the scores'."""
+    """What natural_attention gives to the scores: with one-hot keys the query is the scores."""
     n = scores.shape[-1]
     eye = torch.eye(n, dtype=scores.dtype).expand(*scores.shape[:-2], n, n)
     query = scores.clone().requires_grad_()
@@ -436,7 +436,7 @@ def test_natural_attention_solves_the_damped_metric(problem, seed, log_damping):
 
 
 @every_problem
-def test_natural_attention_between_its_limits(problem):
+def test_natural_attention_at_large_and_small_damping(problem):
     scores, utility = draw(0, 1, 3, 6, scale=0.5), draw(1, 1, 3, 6)
     plain = geo.policy_gradient(scores, utility, problem)
     assert close(1e9 * natural_scores(scores, utility, problem, 1e9), plain, 1e-6)
@@ -445,7 +445,7 @@ def test_natural_attention_between_its_limits(problem):
 
 
 @pytest.mark.parametrize("problem", [None, Transport(Tsallis(1.5), prior=Causal(), temperature=0.7)])
-def test_natural_attention_hands_on_what_the_scores_got(problem):
+def test_natural_attention_passes_the_scores_gradient_on(problem):
     q, k, v = (draw(i, 2, 3, 7, 4, scale=1.0).requires_grad_() for i in range(3))
     g, damping = draw(5, 2, 3, 7, 4), 0.05
     out = geo.natural_attention(q, k, v, damping=damping, problem=problem)
@@ -463,7 +463,7 @@ def test_natural_attention_hands_on_what_the_scores_got(problem):
 
 
 def test_natural_attention_near_one_hot():
-    """In float32, where 1 - p has no digits left: as accurate as the float64 solution, key by key."""
+    """In float32, where 1 - p has no digits left, every key's result agrees with float64."""
     scores = torch.tensor([[[18.0, 0.0, 1.0, -3.0]]])
     utility = torch.tensor([[[0.3, 1.0, -0.7, 2.0]]])
     for damping in (1e-12, 1e-6, 1e-3, 1.0, 1e3):
@@ -484,8 +484,8 @@ def test_natural_attention_in_blocks(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("regularizer", [KL(), Tsallis(1.5), FermiDirac(), OWN], ids=lambda r: type(r).__name__)
-def test_empty_rows_and_rubbish_in_masked_keys_stay_out(regularizer, dtype):
-    """Query 5 may read nothing; keys 4 and 5, which nobody reads, hold NaN and inf."""
+def test_empty_rows_and_nan_in_masked_keys_do_not_spread(regularizer, dtype):
+    """Query 5 has no admissible key; keys 4 and 5, which are masked for every query, hold NaN and inf."""
     problem = Transport(
         regularizer, prior=Documents(torch.tensor([0, 0, 0, 1, -1, -1]), torch.tensor([0, 0, 1, 1, 7, -1]))
     )
@@ -547,7 +547,7 @@ def test_errors():
     with pytest.raises(NotImplementedError, match="temperature"):
         geo.natural_attention(q, q, q, damping=1.0, problem=learned)
     (gradient,) = torch.autograd.grad(geo.natural_attention(q, q, q, damping=1.0).sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no derivative"):
+    with pytest.raises(NotImplementedError, match="has no derivative"):
         gradient.sum().backward()
 
 
@@ -559,7 +559,7 @@ from regard import Causal, Transport, Tsallis, Window
 torch.set_num_threads(1)
 geo, T = regard.geometry, 16384
 softmax, entmax = Transport(prior=Causal()), Transport(Tsallis(1.5), prior=Causal())
-near = Transport(prior=Causal() * Window(1023))  # enough for a graph that keeps its weights to show, and quick
+near = Transport(prior=Causal() * Window(1023))  # large enough that stored weights would show, and quick
 
 def everything(*tensors):
     q, k, v, t = tensors
@@ -580,7 +580,7 @@ print(peak() - before)
 
 @reads_peak
 def test_memory_of_16k_tokens():
-    """The plan alone would take 1024 MiB, and a graph of the windowed one more than 400."""
+    """The plan alone would take 1024 MiB, and an autograd graph of the windowed plan more than 400."""
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
     assert 0 < float(done.stdout) < 200, f"{done.stdout} MiB"
 
@@ -598,6 +598,6 @@ def test_natural_attention_with_shared_key_heads():
         torch.testing.assert_close(got, expected)
 
 
-def test_fisher_names_a_wrong_temperature():
+def test_fisher_raises_for_a_wrong_temperature():
     with pytest.raises(ValueError, match="temperature"):
         regard.geometry.fisher(torch.rand(2, 3, 5), torch.ones(2))

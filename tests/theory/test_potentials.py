@@ -1,5 +1,5 @@
-"""The optimum F(s) = max_p <p, s> - tau D(p || pi) as a potential: a soft maximum, convex, whose gradient is the plan;
-and its limits, hard routing (tau -> 0) and the prior (tau -> infinity), with their rates. All in float64."""
+"""The optimum F(s) = max_p <p, s> - tau D(p || pi) is a potential: a convex soft maximum whose gradient is the plan.
+Its limits are hard routing (tau -> 0) and the prior (tau -> infinity); their rates are tested, too. All in float64."""
 
 import math
 
@@ -36,7 +36,7 @@ def value(scores, problem, tau):
 
 
 def separated(scores, gap):
-    """The scores with each row's best one moved to `gap` above the second."""
+    """The scores, with the best one of each row moved to `gap` above the second."""
     top = scores.topk(2, -1)
     return scores.scatter(-1, top.indices[..., :1], top.values[..., 1:] + gap)
 
@@ -77,8 +77,8 @@ def test_convex_in_the_scores(seed, n, tau, regularizer, marginal, share):
 @modest
 @given(seeds, sizes, taus, st.floats(1.01, 3.0))
 def test_monotone_in_the_temperature(seed, n, tau, more):
-    """dF/dtau = -D: F rises where D <= 0 (KL with 0/1 priors: D = -H), falls where D >= 0 (Tsallis; KL to a normalised
-    prior)."""
+    """dF/dtau = -D: F increases where D <= 0 (KL with 0/1 priors: D = -H) and decreases where D >= 0 (Tsallis; KL with a
+    normalized prior)."""
     scores = draw(seed, 4, n)
     assert (value(scores, Transport(), more * tau) >= value(scores, Transport(), tau) - 1e-12).all()
     normalised = Bias(draw(seed + 1, n).log_softmax(-1))
@@ -89,7 +89,7 @@ def test_monotone_in_the_temperature(seed, n, tau, more):
 @modest
 @given(seeds, sizes, taus, regularizers, marginals)
 def test_envelope(seed, n, tau, regularizer, marginal):
-    """dF/ds = p and dF/dtau = -D(p || pi) = (F - <p, s> - the marginal's own share)/tau, for every regulariser."""
+    """dF/ds = p and dF/dtau = -D(p || pi) = (F - <p, s> - the marginal's own share)/tau, for every regularizer."""
     scores = draw(seed, 3, n).requires_grad_()
     temperature = torch.tensor(tau, dtype=D, requires_grad=True)
     prior = Bias(0.5 * draw(seed + 1, n))
@@ -129,7 +129,7 @@ def test_lse_has_the_plan_as_gradient(seed, n, tau):
 
 @modest
 @given(seeds, sizes, st.floats(0.05, 2.0), st.floats(0.02, 1.0))
-def test_kl_hardens_exponentially(seed, n, gap, tau):
+def test_kl_tends_to_hard_routing_exponentially(seed, n, gap, tau):
     """1 - p_max <= (n - 1) exp(-gap/tau), and 0 <= F - max s <= tau (n - 1) exp(-gap/tau)."""
     scores = separated(draw(seed, 4, n), gap)
     problem = Transport(temperature=tau)
@@ -144,8 +144,8 @@ def test_kl_hardens_exponentially(seed, n, gap, tau):
 @modest
 @given(seeds, sizes, st.floats(0.05, 2.0), st.floats(1.1, 3.0))
 def test_tsallis_is_hard_below_a_threshold(seed, n, gap, alpha):
-    """With p = [(alpha - 1)(s - lambda)/tau]_+^(1/(alpha - 1)) the best key alone takes all as soon as the second's
-    price is not above 0 at p_max = 1: exactly when tau <= (alpha - 1) gap. Sparsemax (alpha = 2): tau <= gap."""
+    """With p = [(alpha - 1)(s - lambda)/tau]_+^(1/(alpha - 1)), the best key has all the mass if and only if the second
+    one's bracket is not positive at p_max = 1: if tau <= (alpha - 1) gap. Sparsemax (alpha = 2): tau <= gap."""
     scores = separated(draw(seed, 4, n), gap)
     threshold = (alpha - 1) * gap
     hard = torch.nn.functional.one_hot(scores.argmax(-1), n).to(D)
@@ -174,8 +174,8 @@ def test_ties_share_equally(seed, n, ties, regularizer):
 
 @modest
 @given(seeds, sizes, st.sampled_from([1e3, 1e5]))
-def test_kl_warms_to_the_prior(seed, n, tau):
-    """p_j = q_j (1 + (s_j - E_q[s])/tau) + O(1/tau^2), q the normalised prior; KL = Var_q(s)/(2 tau^2) to first order;
+def test_kl_tends_to_the_prior(seed, n, tau):
+    """p_j = q_j (1 + (s_j - E_q[s])/tau) + O(1/tau^2), q the normalized prior; KL = Var_q(s)/(2 tau^2) to first order;
     F - tau log sum(pi) -> E_q[s]."""
     scores, log_prior = draw(seed, 4, n), draw(seed + 1, n)
     q = log_prior.softmax(-1)
@@ -193,7 +193,7 @@ def test_kl_warms_to_the_prior(seed, n, tau):
 
 @modest
 @given(seeds, sizes, st.floats(1.2, 3.0), st.sampled_from([1e3, 1e5]))
-def test_tsallis_warms_to_uniform(seed, n, alpha, tau):
+def test_tsallis_tends_to_the_uniform_plan(seed, n, alpha, tau):
     """Around p = 1/n with w = n^(alpha - 2): p_j = 1/n + n^(alpha - 2)(s_j - mean s)/tau + O(1/tau^2)."""
     scores = draw(seed, 4, n)
     plan = regard.solve(scores, Transport(Tsallis(alpha), temperature=tau))
@@ -205,7 +205,7 @@ def test_tsallis_warms_to_uniform(seed, n, alpha, tau):
 
 @pytest.mark.parametrize("regularizer", [KL(), Tsallis(1.5), Tsallis(2.0)])
 def test_path_ends(regularizer):
-    """Both ends at once: the maximum and the mean."""
+    """At temperature 0 the expected score is the maximum, at a high one the mean."""
     scores = draw(1, 3, 9)
     path = regard.path(scores, [0.0, 1e-4, 1e7], Transport(regularizer))
     assert torch.allclose(path.expected_score[0], path.expected_score[1]) and torch.allclose(
