@@ -36,6 +36,7 @@ class Evidence:
 def evidence(query: Tensor, key: Tensor, *, level: float = 0.05, **options: Unpack[EstimationOptions]) -> Evidence:
     """Evidence of each row against "no key is special"; there are no values.
 
+    `level` is the error probability of the test whose number of draws is returned.
     Options: `attn_mask`, `is_causal`, `scale`, `enable_gqa`, `problem`, `softcap`, `key_scale` and `backend`, as for
     `attention`.
 

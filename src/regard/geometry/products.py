@@ -78,7 +78,7 @@ def jvp(
 ) -> tuple[Tensor, Tensor]:
     """The output of `attention` and its tangent, for tangents (dq, dk, dv) of query, key and value; None is 0.
 
-    Options: `attn_mask`, `is_causal`, `scale` and `enable_gqa`, as for `attention`.
+    Options: `attn_mask`, `is_causal`, `scale`, `enable_gqa` and `softcap`, as for `attention`.
 
     The output comes from the backend that `attention` would choose. The tangent is computed block by block and never
     stores the plan, unless something requires a gradient: autograd then keeps it.
