@@ -159,7 +159,7 @@ def x_transformers(case: Case) -> Attention:
     return lambda q, k, v: attend(q, k, v)[0]
 
 
-CONTESTANTS: dict[str, tuple[Callable[[Case], Attention], dict[str, Any]]] = {
+IMPLEMENTATIONS: dict[str, tuple[Callable[[Case], Attention], dict[str, Any]]] = {
     # name: the function that makes it, and where its problem differs from the case's
     "regard": (ours, {}),
     "SDPA": (sdpa, {"family": "softmax", "telemetry": False}),
@@ -172,7 +172,7 @@ CONTESTANTS: dict[str, tuple[Callable[[Case], Attention], dict[str, Any]]] = {
 
 def enter(name: str, case: Case) -> tuple[Attention, Case]:
     """The implementation's attention, and the case that it is checked against."""
-    make, instead = CONTESTANTS[name]
+    make, instead = IMPLEMENTATIONS[name]
     case = replace(case, **instead)
     return make(case), case
 

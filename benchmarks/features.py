@@ -264,13 +264,13 @@ def peers(seconds: float) -> None:
                         continue  # performer-pytorch stores T x m x D numbers several times: many GiB
                     gate(module, causal, train)
                     if isinstance(module, Performer):
-                        peer, who = performer_pytorch(causal, module.projection), "performer-pytorch"
+                        peer, implementation = performer_pytorch(causal, module.projection), "performer-pytorch"
                         q, k, v = inputs(256, 2)
                         error = distance(peer(q, k, v), by_definition(module, q, k, v, causal))
                         if not error < 0.05:
-                            raise SystemExit(f"WRONG: the error of {who} is {error:.1e}")
+                            raise SystemExit(f"WRONG: the error of {implementation} is {error:.1e}")
                     else:
-                        peer, who = linear_attention_transformer(causal), "linear-attention-transformer"
+                        peer, implementation = linear_attention_transformer(causal), "linear-attention-transformer"
                     jobs = {
                         "regard": job(partial(module, is_causal=causal), given, train),
                         "peer": job(peer, given, train),
@@ -278,9 +278,9 @@ def peers(seconds: float) -> None:
                     times = measure.interleave(jobs, seconds, least=3)
                     ratio = Spread.of([a / b for a, b in zip(times["peer"], times["regard"], strict=True)])
                     what = f"`{name}`, {'causal' if causal else 'full'}, {_pass(train)}"
-                    both = " | ".join(_time(Spread.of(times[who])) for who in ("regard", "peer"))
+                    both = " | ".join(_time(Spread.of(times[implementation])) for implementation in ("regard", "peer"))
                     fast = f"**{ratio.middle:.2f}** [{ratio.low:.2f}, {ratio.high:.2f}]"
-                    print(f"| {what} | {who} | {T} | {both} | {fast} |", flush=True)
+                    print(f"| {what} | {implementation} | {T} | {both} | {fast} |", flush=True)
 
 
 def _pass(train: bool) -> str:

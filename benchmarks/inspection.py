@@ -49,14 +49,14 @@ QUIET = {"use_cache": False, "logits_to_keep": 1}
 class Row:
     case: str
     T: int
-    who: str
+    implementation: str
     seconds: Spread | None = None
     ratio: Spread | None = None  # its time divided by the stock time in the same round
     gib: float | None = None
     verdict: str = ""
 
     def line(self) -> str:
-        cells = [self.case, str(self.T), self.who, _shown(self.seconds), _shown(self.ratio)]
+        cells = [self.case, str(self.T), self.implementation, _shown(self.seconds), _shown(self.ratio)]
         cells += ["" if self.gib is None else f"{self.gib:.2f}", self.verdict]
         return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, WIDTHS, strict=True)) + " |"
 
@@ -83,9 +83,11 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 def rows_of(case: str, T: int, times: dict[str, list[float]], stock: str) -> list[Row]:
     rows = []
-    for who, spent in times.items():
+    for implementation, spent in times.items():
         ratios = [a / b for a, b in zip(spent, times[stock], strict=True)]
-        rows.append(Row(case, T, who, Spread.of(spent), None if who == stock else Spread.of(ratios)))
+        rows.append(
+            Row(case, T, implementation, Spread.of(spent), None if implementation == stock else Spread.of(ratios))
+        )
     return rows
 
 
@@ -137,14 +139,14 @@ def check_statistics(model: Any, T: int = 200) -> None:
         plain = model(ids, use_cache=False, output_attentions=True)
     weights = torch.cat(plain.attentions).double()  # [layers, H, T, T]
     entropy = -torch.xlogy(weights, weights).sum(-1).mean(-1)
-    for who, once in passes(model, ids).items():
+    for implementation, once in passes(model, ids).items():
         found = once()
         logits, seen = found if isinstance(found, tuple) else (found, None)
         gap = float((logits[0, -1] - plain.logits[0, -1]).abs().max() / plain.logits[0, -1].abs().max())
         if not gap < 1e-3:
-            raise Wrong(f"cost: the logits of {who!r} are off by {gap:.1e}")
+            raise Wrong(f"cost: the logits of {implementation!r} are off by {gap:.1e}")
         if seen is not None and not torch.allclose(seen.mean("entropy"), entropy, rtol=1e-3, atol=1e-3):
-            raise Wrong(f"cost: the entropies of {who!r} are off")
+            raise Wrong(f"cost: the entropies of {implementation!r} are off")
 
 
 def cost(lengths: list[int], rounds: int | None) -> Iterator[Row]:
@@ -156,7 +158,7 @@ def cost(lengths: list[int], rounds: int | None) -> Iterator[Row]:
             jobs["with statistics"]()  # warm
         times = take_turns(jobs, rounds or (5 if T <= 4096 else 3))
         for row in rows_of("SmolLM2, forward", T, times, "sdpa"):
-            if row.who == "with statistics" and row.ratio is not None:
+            if row.implementation == "with statistics" and row.ratio is not None:
                 row.verdict = f"goal <= 1.10 {'reached' if row.ratio.middle <= 1.10 else 'not reached'}"
             yield row
 
@@ -180,7 +182,7 @@ def only_memory(order: str) -> None:
         with torch.no_grad():
             model(ids, output_attentions=True, **QUIET)
 
-    job = eager if wanted["who"] == "eager" else lambda ids: regard.inspect(model, ids)
+    job = eager if wanted["implementation"] == "eager" else lambda ids: regard.inspect(model, ids)
     job(ids[:, :64])  # loads libraries and starts threads
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # otherwise memory that loading freed is used again and not counted
@@ -189,15 +191,15 @@ def only_memory(order: str) -> None:
 
 def memory(lengths: list[int]) -> Iterator[Row]:
     for T in lengths:
-        for who in ("inspect", "eager"):
-            named = "regard.inspect" if who == "inspect" else "output_attentions"
+        for implementation in ("inspect", "eager"):
+            named = "regard.inspect" if implementation == "inspect" else "output_attentions"
             row = Row("SmolLM2, peak memory", T, named)
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-            if who == "eager" and 1.3 * matrices(T) > 0.6 * free:
+            if implementation == "eager" and 1.3 * matrices(T) > 0.6 * free:
                 row.gib = matrices(T)
                 row.verdict = f"computed, not run: its matrices alone, {free:.0f} GiB are free"
             else:
-                order = json.dumps({"who": who, "T": T, "threads": torch.get_num_threads()})
+                order = json.dumps({"implementation": implementation, "T": T, "threads": torch.get_num_threads()})
                 command = [sys.executable, __file__, "--memory", order]
                 done = subprocess.run(command, capture_output=True, text=True, check=True)
                 row.gib = float(done.stdout.strip().splitlines()[-1]) / 1024

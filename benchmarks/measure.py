@@ -123,11 +123,11 @@ def _status(field: str) -> int:
     raise OSError(f"no {field}")
 
 
-def memory(case: object, contestant: str, timeout: float) -> float | None:
+def memory(case: object, implementation: str, timeout: float) -> float | None:
     """The peak of one run in a new process, where no freed memory of earlier runs is used again."""
     if not Path("/proc/self/clear_refs").exists():
         return None
-    order = json.dumps({"case": asdict(case), "contestant": contestant, "threads": torch.get_num_threads()})  # type: ignore[call-overload]
+    order = json.dumps({"case": asdict(case), "implementation": implementation, "threads": torch.get_num_threads()})  # type: ignore[call-overload]
     try:
         return peaks_printed_by(Path(__file__).with_name("run.py"), "--memory", order, timeout=timeout)[-1]
     except (subprocess.SubprocessError, ValueError, IndexError):

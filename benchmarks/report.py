@@ -17,11 +17,10 @@ from measure import Spread
 
 @dataclass
 class Row:
-    """One implementation (`who`) in one case. A ratio is its time divided by regard's time in the same round: above 1,
-    regard is faster."""
+    """One implementation in one case. A ratio is its time divided by regard's time in the same round."""
 
     case: str
-    who: str
+    implementation: str
     kind: str = ""
     T: int = 0
     Tq: int = 0
@@ -76,7 +75,7 @@ COLUMNS = {  # heading: width, and the text of a row
     "kind": (6, lambda r: r.kind),
     "T": (5, lambda r: str(r.T) if r.T else ""),
     "D": (3, lambda r: str(r.D) if r.D else ""),
-    "implementation": (14, lambda r: r.who),
+    "implementation": (14, lambda r: r.implementation),
     "ms (10–90 %)": (21, lambda r: interval(r.ms_low, r.ms, r.ms_high)),
     "× regard (10–90 %)": (19, lambda r: interval(r.ratio_low, r.ratio, r.ratio_high)),
     "sgemm": (5, lambda r: _percent(r.of_sgemm)),
@@ -134,14 +133,14 @@ def goals(rows: list[Row]) -> str:
     """A table of the rows that have a goal, as README shows it."""
     lines, density = [GOALS, "|---|---|---|---|---|---|---|"], None
     for row in rows:
-        density = row.density if row.who == "regard" else density
+        density = row.density if row.implementation == "regard" else density
         if not row.verdict:
             continue
         case = {"call": "call, no gradient", "call, recorded": "call, gradient recorded (the forward alone)"}.get(
             row.case, row.case
         )
         case = case.replace("entmax15", "entmax 1.5")
-        if row.who in ("SDPA", "eager", "regard causal"):
+        if row.implementation in ("SDPA", "eager", "regard causal"):
             found = f"**{short(row.ratio)}** [{short(row.ratio_low)}, {short(row.ratio_high)}]"  # type: ignore[arg-type]
             case += "" if density is None else f", {density:.1%} of keys".replace("%", " %")
             case += ", bf16" if row.dtype == "bfloat16" else ""
@@ -154,7 +153,7 @@ def goals(rows: list[Row]) -> str:
             found = row.note.replace("% of the read bandwidth, float32", " %").replace(
                 "% of the read bandwidth, bfloat16", " %, bf16"
             )
-        against = {"regard": "", "eager": "`entmax` package, eager"}.get(row.who, row.who)
+        against = {"regard": "", "eager": "`entmax` package, eager"}.get(row.implementation, row.implementation)
         goal = row.target.replace(">=", "≥").replace("<=", "≤").replace(" us", " µs")
         missed = "not reached" if row.verdict == "not reached" else ""
         lines.append(f"| {case} | {row.kind} | {row.T} | {against} | {found} | {goal} | {missed} |")
@@ -183,12 +182,14 @@ def svg(rows: list[Row], caption: str) -> str:
     """Time divided by regard's time against T, both logarithmic: a panel per case, a line per peer."""
     panels: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
-        if row.ratio and row.who != "regard" and row.T:
+        if row.ratio and row.implementation != "regard" and row.T:
             sizes = f"D={row.D}" + (f", Tq={row.Tq}, {row.dtype}" if row.Tq else "")
             density = "" if row.density is None else ", dense" if row.density > 0.05 else ", sparse"
-            panels.setdefault(f"{row.case}, {row.kind}{density}, {sizes}", {}).setdefault(row.who, []).append(row)
+            panels.setdefault(f"{row.case}, {row.kind}{density}, {sizes}", {}).setdefault(
+                row.implementation, []
+            ).append(row)
     panels = {title: lines for title, lines in panels.items() if len({r.T for rs in lines.values() for r in rs}) > 1}
-    peers = list(dict.fromkeys(who for lines in panels.values() for who in lines))
+    peers = list(dict.fromkeys(implementation for lines in panels.values() for implementation in lines))
     title = f"Time divided by regard's time, against T (above 1: regard is faster). {caption}"
     across = 3
     height = -(-len(panels) // across) * HEIGHT + 60
@@ -197,10 +198,10 @@ def svg(rows: list[Row], caption: str) -> str:
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="8" y="16" font-size="13">{escape(title)}</text>',
     ]
-    for n, who in enumerate(peers):
+    for n, implementation in enumerate(peers):
         x = 8 + 130 * n
         parts.append(f'<rect x="{x}" y="26" width="12" height="4" fill="{COLOURS[n % len(COLOURS)]}"/>')
-        parts.append(f'<text x="{x + 16}" y="32">{escape(who)}</text>')
+        parts.append(f'<text x="{x + 16}" y="32">{escape(implementation)}</text>')
     for n, (name, lines) in enumerate(panels.items()):
         parts.append(f'<g transform="translate({n % across * WIDTH}, {n // across * HEIGHT + 44})">')
         parts += _panel(name, lines, peers)
@@ -230,8 +231,8 @@ def _panel(title: str, lines: dict[str, list[Row]], peers: list[str]) -> list[st
         parts.append(f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{2.0**power:g}</text>')
     marks = lengths[:: -(-len(lengths) // 5)]
     parts += [f'<text x="{x(T):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{T}</text>' for T in marks]
-    for who, rows in lines.items():
-        colour = COLOURS[peers.index(who) % len(COLOURS)]
+    for implementation, rows in lines.items():
+        colour = COLOURS[peers.index(implementation) % len(COLOURS)]
         rows = sorted(rows, key=lambda r: r.T)
         path = " ".join(f"{x(r.T):.1f},{y(r.ratio):.1f}" for r in rows if r.ratio)
         if len({r.T for r in rows}) == len(rows):  # otherwise one length has several densities

@@ -61,33 +61,35 @@ class Bench:
         self.fma = measure.fma_rate()
         self.wrong: list[str] = []
 
-    def row(self, case: Case, who: str) -> Row:
+    def row(self, case: Case, implementation: str) -> Row:
         dtype = "bfloat16" if case.half else "float32"
-        return Row(case.name, who, case.kind, case.T, case.Tq, case.H, case.Hkv or case.H, case.D, dtype)
+        return Row(case.name, implementation, case.kind, case.T, case.Tq, case.H, case.Hkv or case.H, case.D, dtype)
 
-    def compete(self, entry: suite.Entry) -> Iterator[Row]:
+    def compare(self, entry: suite.Entry) -> Iterator[Row]:
         """Time regard and its peers in interleaved rounds."""
         case = entry.case
         inputs = case.inputs()
         jobs, rows = {}, {}
-        for who in ("regard", *case.peers):
-            row = rows[who] = self.row(case, who)
+        for implementation in ("regard", *case.peers):
+            row = rows[implementation] = self.row(case, implementation)
             try:
-                attention, judged_by = contest.enter(who, case)
-                row.error = contest.error(attention, judged_by, inputs)
+                attention, reference = contest.enter(implementation, case)
+                row.error = contest.error(attention, reference, inputs)
             except Skip as reason:
                 row.note = str(reason)
                 if case.family != "softmax":
                     row.note += f" (queries x {case.sharpness:g})"
-                if who == "regard":  # nothing to compare with
+                if implementation == "regard":  # nothing to compare with
                     yield row
                     return
                 continue
-            if not row.error <= contest.tolerance(judged_by):
+            if not row.error <= contest.tolerance(reference):
                 row.note = f"WRONG by {row.error:.1e}: not timed"
-                self.wrong.append(f"{case.name}, T = {case.T}, {case.kind}: {who} is wrong by {row.error:.1e}")
+                self.wrong.append(
+                    f"{case.name}, T = {case.T}, {case.kind}: {implementation} is wrong by {row.error:.1e}"
+                )
                 continue
-            jobs[who] = contest.runner(attention, case, inputs)
+            jobs[implementation] = contest.runner(attention, case, inputs)
         density = None
         targets = dict(entry.targets)
         if case.family != "softmax" and "regard" in jobs:
@@ -98,25 +100,31 @@ class Bench:
         sgemm = measure.matrix_rate()
         bandwidth = measure.read_bandwidth() if case.name == "decode" else None
         times = measure.interleave(jobs, self.seconds, least=3 if case.T > 8192 else 5)
-        for who, row in rows.items():
+        for implementation, row in rows.items():
             row.density = density
-            if who in times:
-                self._fill(row, case, times, who, sgemm, bandwidth)
-                if who in targets and row.ratio is not None:
-                    row.judge(f">= {targets[who]:g}", row.ratio >= targets[who])
-                if entry.memory and who != "FlexAttention":  # its peak would be that of the compiler
-                    row.extra_mib = measure.memory(case, who, timeout=300)
+            if implementation in times:
+                self._fill(row, case, times, implementation, sgemm, bandwidth)
+                if implementation in targets and row.ratio is not None:
+                    row.judge(f">= {targets[implementation]:g}", row.ratio >= targets[implementation])
+                if entry.memory and implementation != "FlexAttention":  # its peak would be that of the compiler
+                    row.extra_mib = measure.memory(case, implementation, timeout=300)
             yield row
 
     def _fill(
-        self, row: Row, case: Case, times: dict[str, list[float]], who: str, sgemm: float, bandwidth: float | None
+        self,
+        row: Row,
+        case: Case,
+        times: dict[str, list[float]],
+        implementation: str,
+        sgemm: float,
+        bandwidth: float | None,
     ) -> None:
-        spread = Spread.of(times[who])
+        spread = Spread.of(times[implementation])
         row.time(spread)
-        if who != "regard" and "regard" in times:
-            row.ratios(Spread.of([a / b for a, b in zip(times[who], times["regard"], strict=True)]))
-        judged_by = dataclasses.replace(case, **contest.CONTESTANTS[who][1])
-        rate = judged_by.operations / spread.middle
+        if implementation != "regard" and "regard" in times:
+            row.ratios(Spread.of([a / b for a, b in zip(times[implementation], times["regard"], strict=True)]))
+        reference = dataclasses.replace(case, **contest.IMPLEMENTATIONS[implementation][1])
+        rate = reference.operations / spread.middle
         row.gflops = rate / 1e9
         if case.family == "softmax" and not case.Tq:  # otherwise matrix products do not dominate the time
             row.of_sgemm = rate / sgemm
@@ -149,25 +157,25 @@ class Bench:
 
     def overhead(self, case: Case, backward: bool, limit: float | None) -> Iterator[Row]:
         inputs, jobs = case.inputs(), {}
-        for who in ("regard", "SDPA"):
-            attention, judged_by = contest.enter(who, case)
-            if not (error := contest.error(attention, judged_by, inputs)) <= contest.tolerance(judged_by):
-                self.wrong.append(f"{case.name}: {who} is wrong by {error:.1e}")
+        for implementation in ("regard", "SDPA"):
+            attention, reference = contest.enter(implementation, case)
+            if not (error := contest.error(attention, reference, inputs)) <= contest.tolerance(reference):
+                self.wrong.append(f"{case.name}: {implementation} is wrong by {error:.1e}")
                 return
             once = contest.runner(attention, case, inputs)
             if case.train and not backward:
                 once = lambda attention=attention: attention(*inputs)  # noqa: E731
-            jobs[who] = lambda once=once: [once() for _ in range(CALLS)]
+            jobs[implementation] = lambda once=once: [once() for _ in range(CALLS)]
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # so that starting a second thread is not measured
         times = measure.interleave(jobs, self.seconds / 2, least=20)
         torch.set_num_threads(threads)
-        for who, spent in times.items():
-            row = self.row(case, who)
+        for implementation, spent in times.items():
+            row = self.row(case, implementation)
             spread = Spread.of([t / CALLS for t in spent])
             row.time(spread)
             row.note = f"{1e6 * spread.middle:.0f} us a call"
-            if who != "regard":
+            if implementation != "regard":
                 row.ratios(Spread.of([a / b for a, b in zip(spent, times["regard"], strict=True)]))
             elif limit is not None:
                 row.judge(f"<= {limit:g} us", 1e6 * spread.middle <= limit)
@@ -175,7 +183,9 @@ class Bench:
 
     def bandwidth(self, rows: list[Row]) -> Iterator[Row]:
         """The bandwidth of decoding: for each length, the better one of the two element types."""
-        found = [r for r in rows if r.case == "decode" and r.who == "regard" and r.of_bandwidth and r.Tq == 1]
+        found = [
+            r for r in rows if r.case == "decode" and r.implementation == "regard" and r.of_bandwidth and r.Tq == 1
+        ]
         for T in sorted({r.T for r in found if r.T <= 32768}):
             best = max((r for r in found if r.T == T), key=lambda r: r.of_bandwidth or 0)
             row = Row("decode, bandwidth", "regard", T=T, D=best.D, dtype=best.dtype, of_bandwidth=best.of_bandwidth)
@@ -192,7 +202,7 @@ def steps(bench: Bench, full: bool, rows: list[Row]) -> list[tuple[str, Callable
 
     plan: list[tuple[str, Callable[[], Iterable[Row]]]] = []
     plan += [(title(c), lambda c=c, b=b, n=n: bench.overhead(c, b, n)) for c, b, n in suite.OVERHEAD]
-    plan += [(title(e.case), lambda e=e: bench.compete(e)) for e in suite.entries(full)]
+    plan += [(title(e.case), lambda e=e: bench.compare(e)) for e in suite.entries(full)]
     plan += [(title(c), lambda c=c: [bench.telemetry(c)]) for c in suite.telemetry(full)]
     plan += [(title(c), lambda c=c, n=n: [bench.memory(c, n)]) for c, n in suite.MEMORY]
     plan += [("decode, bandwidth", lambda: bench.bandwidth(rows))]
@@ -205,10 +215,9 @@ def only_memory(order: str) -> None:
     torch.set_num_threads(wanted["threads"])
     case = Case(**wanted["case"] | {"peers": tuple(wanted["case"]["peers"])})
     small = dataclasses.replace(case, T=64, Tq=0)
-    contest.runner(
-        contest.enter(wanted["contestant"], small)[0], small, small.inputs()
-    )()  # loads libraries, starts threads
-    attention, _ = contest.enter(wanted["contestant"], case)
+    warm_up, _ = contest.enter(wanted["implementation"], small)  # loads libraries, starts threads
+    contest.runner(warm_up, small, small.inputs())()
+    attention, _ = contest.enter(wanted["implementation"], case)
     job = contest.runner(attention, case, case.inputs())
     gc.collect()
     print(measure.peak_of(job))

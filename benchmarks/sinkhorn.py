@@ -174,10 +174,10 @@ def contest(case: Case, rounds: int) -> bool:
     return reached
 
 
-def peak(who: str, T: int, H: int) -> float:
+def peak(implementation: str, T: int, H: int) -> float:
     """Peak MiB beyond the inputs, in a process of its own."""
     try:
-        return measure.peaks_printed_by(__file__, "--peak", who, "--length", str(T), "--heads", str(H))[-1]
+        return measure.peaks_printed_by(__file__, "--peak", implementation, "--length", str(T), "--heads", str(H))[-1]
     except subprocess.CalledProcessError as error:
         raise SystemExit(error.stderr) from None
 
@@ -211,10 +211,11 @@ def main() -> None:
         return
     print(f"T = {options.length}, H = {options.heads}, {torch.get_num_threads()} threads, tolerance {TOLERANCE:.0e}")
     if options.memory:
-        for who in ("regard", "training", "POT", "geomloss"):
-            sizes = [peak(who, T, options.heads) for T in (options.length // 2, options.length)]
+        for implementation in ("regard", "training", "POT", "geomloss"):
+            sizes = [peak(implementation, T, options.heads) for T in (options.length // 2, options.length)]
             print(
-                f"  {who:<9} {sizes[0]:7.0f} MiB at T = {options.length // 2}, {sizes[1]:7.0f} at T = {options.length}"
+                f"  {implementation:<9} {sizes[0]:7.0f} MiB at T = {options.length // 2}, "
+                f"{sizes[1]:7.0f} at T = {options.length}"
             )
         return
     reached = True

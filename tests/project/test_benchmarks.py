@@ -32,24 +32,24 @@ def any_backend(monkeypatch):
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-@pytest.mark.parametrize("who", ["regard", "SDPA", "eager", "x-transformers"])
-def test_right_implementations_pass_the_check_and_wrong_ones_fail(case, who):
-    if who == "x-transformers" and (case.kind == "window" or case.family != "softmax" or case.half):
+@pytest.mark.parametrize("implementation", ["regard", "SDPA", "eager", "x-transformers"])
+def test_right_implementations_pass_the_check_and_wrong_ones_fail(case, implementation):
+    if implementation == "x-transformers" and (case.kind == "window" or case.family != "softmax" or case.half):
         pytest.skip("does not support this case")
-    if who == "eager" and case.Hkv:
+    if implementation == "eager" and case.Hkv:
         pytest.skip("does not support this case")
     try:
-        attention, judged_by = contest.enter(who, case)
+        attention, reference = contest.enter(implementation, case)
     except Skip as reason:
         pytest.skip(str(reason))
     inputs = case.inputs()
-    assert contest.error(attention, judged_by, inputs) <= contest.tolerance(judged_by)
+    assert contest.error(attention, reference, inputs) <= contest.tolerance(reference)
     shift = torch.zeros(case.D)
     shift[3] = 0.2 if case.half else 1e-2
-    assert contest.error(lambda *x: attention(*x) + shift, judged_by, inputs) > contest.tolerance(judged_by)
+    assert contest.error(lambda *x: attention(*x) + shift, reference, inputs) > contest.tolerance(reference)
     if case.train:  # the output is right, the gradient is wrong
         wrong = lambda q, k, v: attention(q, 0.99 * k + 0.01 * k.detach(), v)  # noqa: E731
-        assert contest.error(wrong, judged_by, inputs) > contest.tolerance(judged_by)
+        assert contest.error(wrong, reference, inputs) > contest.tolerance(reference)
 
 
 def test_an_implementation_that_cannot_run_gives_the_reason():
@@ -70,7 +70,7 @@ def test_every_entry_of_the_suite_can_be_made():
         entries = suite.entries(full)
         assert len({e.case for e in entries}) == len(entries)
         for entry in entries:
-            assert {*entry.targets, *entry.sparse} <= set(entry.case.peers) <= set(contest.CONTESTANTS)
+            assert {*entry.targets, *entry.sparse} <= set(entry.case.peers) <= set(contest.IMPLEMENTATIONS)
             assert entry.case.operations > 0
 
 
@@ -149,7 +149,7 @@ def test_the_cost_of_inspection_is_the_ratio_within_a_round():
 
 def test_a_wrong_model_is_not_timed(monkeypatch):
     rows = list(inspection.gpt_oss([48], 1))
-    assert [row.who for row in rows] == ["eager", "regard"] * 2 and "times as fast" in rows[1].verdict
+    assert [row.implementation for row in rows] == ["eager", "regard"] * 2 and "times as fast" in rows[1].verdict
     plain = inspection.regard.hf.as_call
     monkeypatch.setattr(inspection.regard.hf, "as_call", lambda *a, **k: plain(*a, **k) | {"scale": 0.1})
     with pytest.raises(inspection.Wrong, match="differ"):
