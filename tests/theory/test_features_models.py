@@ -2,23 +2,14 @@
 
 import pytest
 import torch
+import transformers
 
 import regard
 from regard.features import Features, LinearAttention
 from support.features import MAPS, D, close, phi, seeded
+from support.models import DECODER, TEXT
 
-transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
-
-TEXT = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-}
-DECODER = TEXT | {"num_key_value_heads": 2, "head_dim": D, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 
 
 def model_of(kind: str, **changes):
