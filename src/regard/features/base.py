@@ -21,8 +21,8 @@ STATISTICS = ("lse", "first_key_mass", "mass", "key_mass")
 class Features(nn.Module):
     """Base class of the feature maps. A module is called as (query, key, value, is_causal=False), [..., H, T, D] each.
 
-    `chunk` is the number of causal rows that PyTorch computes together (None: chosen from the batch size; the native
-    engine has its own). It does not change the result. To define another map, override `features`.
+    `chunk` is the number of causal rows whose weights PyTorch computes pair by pair (None: 64). It does not change the
+    result, and the native engine ignores it. To define another map, override `features`.
     """
 
     def __init__(self, *, chunk: int | None = None) -> None:
