@@ -36,7 +36,7 @@ class Declared(nn.Module):
         _check_leaf(".".join(names), leaf)
         owner: nn.Module = self
         for name in names[:-1]:
-            if name not in owner._modules:
+            if name not in dict(owner.named_children()):
                 owner.add_module(name, nn.Module())
             owner = owner.get_submodule(name)
         if isinstance(leaf, nn.Parameter):
@@ -65,7 +65,7 @@ class Declared(nn.Module):
                     f"problem: expected a Transport that is built outside of torch.device('meta'), got {name} on the "
                     f"meta device, which has no values to move"
                 )
-            owner._buffers[name] = constant.to(owner.get_buffer(name).device)
+            setattr(owner, name, constant.to(owner.get_buffer(name).device))
         return self
 
     def __repr__(self) -> str:
@@ -106,8 +106,8 @@ class HasProblem(nn.Module):
         if name == "problem":
             check_problem(name, value)
             value = _stored(value)
-            for place in (self.__dict__, self._modules):  # nn.Module allows only a module or None in place of a module
-                place.pop(name, None)
+            if name in self.__dict__ or name in dict(self.named_children()):
+                delattr(self, name)  # nn.Module allows only a module or None in place of a module
         super().__setattr__(name, value)
 
 
