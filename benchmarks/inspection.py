@@ -37,7 +37,7 @@ from torch import Tensor
 import measure
 import regard
 from measure import Spread, take_turns
-from regard.statistics import NAMES
+from regard.statistics import ROW_STATISTICS
 from report import interval, short
 from run import machine
 
@@ -127,7 +127,7 @@ def passes(model: Any, ids: Tensor) -> dict[str, Callable[[], Any]]:
         "sdpa": stock("sdpa"),
         "regard": stock("regard"),
         "with statistics": watched(None),
-        "with key_mass too": watched(NAMES),
+        "with key_mass too": watched(ROW_STATISTICS),
     }
 
 

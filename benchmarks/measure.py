@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from regard.backends import native
+from regard.backends.native import engine
 
 Job = Callable[[], object]
 
@@ -91,7 +91,7 @@ def matrix_rate(rounds: int = 5) -> float:
 
 def fma_rate() -> float | None:
     """Operations per second of multiply-adds on registers, on all threads; None without the engine."""
-    module, _ = native._extension()
+    module, _ = engine.extension()
     return None if module is None else module.fma_rate(torch.get_num_threads(), 0.3)
 
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from . import __version__
-from .backends import native
+from .backends.native import engine
 from .operator import BACKENDS, attention, select_backend
-from .problem import ALiBi, Causal, Free, Rows, Transport, Window
+from .priors import ALiBi, Causal, Window
+from .problem import Free, Rows, Transport
 from .regularizers import FermiDirac, Tsallis
 from .statistics import AuxRequest
 
@@ -74,7 +75,7 @@ def engine() -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a missing engine is reported below
-            module, reason = native._extension()
+            module, reason = engine.extension()
     except ValueError as error:
         raise SettingError(str(error)) from None
     facts: dict[str, Any] = {"loaded": module is not None, "forced": os.environ.get("REGARD_ISA") or None}

@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 import regard
 from regard import cli, doctor
-from regard.backends import native
-from regard.operator import BACKENDS
+from regard.backends import BACKENDS
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..checks import number
-from ..parts import describe, is_integer
+from .._validate import describe, is_integer, number
 from .calibration import Calibration
 from .multipliers import fit_multipliers
 from .observations import read_observations

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from .._validate import describe, number
 from ..arguments import PlanOptions
-from ..checks import number
-from ..parts import describe
 from ..problem import Transport
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..parts import describe
+from .._validate import describe
 
 CONVERGED = 1e-9  # a residual counts as 0 below this, relative to the size of the scores
 

@@ -9,8 +9,8 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from .._validate import may_be_zero
 from ..arguments import takes_options
-from ..checks import may_be_zero
 from ..operator import attention
 from ..problem import Budget, Rows, RowsAndColumns, Transport
 from ..regularizers import KL

@@ -14,10 +14,9 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from .._validate import concrete, is_number
 from ..arguments import takes_options
-from ..checks import concrete
 from ..operator import attention
-from ..parts import is_number
 from ..problem import Rows
 from ..regularizers import KL
 from ..statistics import AuxRequest

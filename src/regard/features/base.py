@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import autocast, check_device, check_tensors, fold, leading_shape, number
-from ..parts import describe, finite, is_integer
+from .._validate import autocast, check_device, check_tensors, describe, finite, fold, is_integer, leading_shape, number
 from ..statistics import AuxOutput, requested
 from . import fused, sums
 from .sums import State

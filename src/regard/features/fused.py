@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch._C._functorch import is_legacy_batchedtensor  # type: ignore[import-not-found]
 from torch.func import functional_call
 
-from ..backends import native_features as engine
-from ..form import compute_dtype
-from ..ops import forward_mode
+from .._compat import forward_mode
+from .._validate import compute_dtype
+from ..backends.native import features as engine
 from .sums import first_keys
 
 

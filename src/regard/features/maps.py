@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..parts import describe, is_integer
+from .._validate import describe, is_integer
 from .base import Features
 from .fused import Kernel
 from .projections import ProjectedFeatures

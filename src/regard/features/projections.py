@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..parts import describe, is_integer
+from .._validate import describe, is_integer
 from . import fused
 from .base import Features
 

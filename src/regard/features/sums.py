@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..form import compute_dtype
+from .._validate import compute_dtype
 
 CHUNK = 64  # causal rows whose weights are computed pair by pair
 WORKING = 2**19  # features computed at once, over all heads, so that they stay in the cache

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..form import Form, known_hard
-from ..parts import describe
+from .._validate import describe
+from ..form import Form
 from ..problem import Budget, Transport
 
 
@@ -44,5 +44,5 @@ def check_temperature(problem: Transport | None, form: Form) -> None:
             f"temperature: expected a number or a tensor (the metric is that of a fixed temperature), "
             f"got {problem.temperature!r}"
         )
-    if known_hard(form):
+    if form.known_hard:
         raise ValueError("temperature: expected temperature > 0 (at 0 the plan does not move), got 0")

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import operator, ops
-from ..backends import torch as definition
-from ..checks import number
-from ..form import Form, lower
-from ..parts import positive
+from .. import dispatch
+from .._validate import number, positive
+from ..autograd.batched import one_by_one
+from ..backends import reference, row_equation
+from ..form import Form
+from ..lowering import lower
 from ..problem import Transport
 from .inputs import check_temperature
 
@@ -51,7 +52,7 @@ def natural_attention(
     fixed = form.with_tensors(dict.fromkeys(_INPUTS))  # type: ignore[arg-type]
     assert form.query is not None
     out = _Natural.apply(fixed, damping, form.query, form.key, form.value)
-    return operator._unfold(out.to(form.query.dtype), query, key, value)  # type: ignore[union-attr]
+    return dispatch.unfold(out.to(form.query.dtype), query, key, value)  # type: ignore[union-attr]
 
 
 class _Natural(torch.autograd.Function):
@@ -60,7 +61,7 @@ class _Natural(torch.autograd.Function):
     @staticmethod
     def forward(form: Form, damping: float, *tensors: Tensor) -> Tensor:
         with torch.no_grad():
-            return operator.run(form.with_tensors(dict(zip(_INPUTS, tensors, strict=True))), ("out",))["out"]
+            return dispatch.compute(form.with_tensors(dict(zip(_INPUTS, tensors, strict=True))), ("out",))["out"]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -71,7 +72,7 @@ class _Natural(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple:  # type: ignore[override]
         needed = tuple(n for n, need in zip(_INPUTS, ctx.needs_input_grad[2:], strict=True) if need)
         how, saved = (ctx.form, ctx.damping, needed), ctx.saved_tensors
-        found = ops.one_by_one(lambda grad: _NaturalBackward.apply(*how, grad, *saved), (grad,))
+        found = one_by_one(lambda grad: _NaturalBackward.apply(*how, grad, *saved), (grad,))
         by_name = dict(zip(needed, found, strict=True))
         return None, None, *(by_name.get(name) for name in _INPUTS)
 
@@ -85,8 +86,8 @@ class _NaturalBackward(torch.autograd.Function):
         totals = {name: torch.zeros_like(form.tensors()[name], dtype=form.dtype) for name in needed}
         if 0 in form.shape:
             return tuple(totals[name].to(grad.dtype) for name in needed)
-        with definition._full_precision(form):
-            for where in definition.blocks(form):
+        with reference.full_precision(form):
+            for where in reference.blocks(form):
                 block = form.cut(*where)
                 if not block.shape[3]:
                     continue
@@ -107,17 +108,17 @@ def _natural_block(form: Form, damping: float, needed: tuple, grad: Tensor) -> d
     """What query, key and value receive from a block of rows with output gradient [B, H, Tq, Dv]."""
     leaves = {n: t.detach().to(form.dtype).requires_grad_() for n, t in form.tensors().items() if n in needed}
     with torch.enable_grad():
-        scores, value = definition.scores_of(form.with_tensors(leaves))
+        scores, value = reference.scores_of(form.with_tensors(leaves))
     with torch.no_grad():
-        rows = definition.solve_rows(form, scores.detach(), rates=True)
+        rows = row_equation.solve_rows(form, scores.detach(), rates=True)
         assert rows.rates is not None
         B, H, Tq, Tk = scores.shape
         utility = (grad.reshape(B, value.shape[1], -1, value.shape[3]) @ value.mT).view(B, H, Tq, Tk)
         heat = damping * rows.temperature
         damped = rows.rates * heat / (rows.rates + heat)  # w'/tau
-        natural = damped / damping * definition.centred(damped, rows.slack, utility)
+        natural = damped / damping * row_equation.centred(damped, rows.slack, utility)
     with torch.enable_grad():
-        out = definition._transport(rows.weights, value)
+        out = reference.transport(rows.weights, value)
         pairs = [(y, g) for y, g in ((scores, natural), (out, grad)) if y.requires_grad]
         found = torch.autograd.grad([y for y, _ in pairs], list(leaves.values()), [g for _, g in pairs])
     return dict(zip(leaves, found, strict=True))

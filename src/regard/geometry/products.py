@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from .. import operator
+from .._validate import describe
 from ..arguments import ScoreOptions, takes_options
-from ..form import Form, lower
-from ..parts import describe
+from ..form import Form
+from ..lowering import lower
 from ..problem import Transport
 from .inputs import check_tangent, check_temperature
 
@@ -30,7 +31,7 @@ def fisher_vector_product(
     form = lower(query, key, key, problem=problem, **options)
     check_temperature(problem, form)
     product = _hessian_product(form, query, key, tangent)
-    return operator._unfold(product / form.temperature, query, key, key).to(query.dtype)
+    return dispatch.unfold(product / form.temperature, query, key, key).to(query.dtype)
 
 
 @takes_options(ScoreOptions)
@@ -43,17 +44,17 @@ def free_energy_hvp(
     """
     form = lower(query, key, key, problem=problem, **options)
     check_temperature(problem, form)
-    return operator._unfold(_hessian_product(form, query, key, tangent), query, key, key).to(query.dtype)
+    return dispatch.unfold(_hessian_product(form, query, key, tangent), query, key, key).to(query.dtype)
 
 
 def _hessian_product(form: Form, query: Tensor, key: Tensor, tangent: Tensor) -> Tensor:
     """scale^2/tau Cov_w(k) t, [B, H, Tq, D] in the compute dtype."""
     assert form.query is not None
-    shape = operator._unfold(form.query, query, key, key).shape
+    shape = dispatch.unfold(form.query, query, key, key).shape
     check_tangent("tangent", tangent, shape, query.device)
 
     def attended(q: Tensor) -> Tensor:
-        return operator.run(form.with_tensors({"query": q}), ("out",))["out"]
+        return dispatch.compute(form.with_tensors({"query": q}), ("out",))["out"]
 
     # In the compute dtype: half precision would round the sum before its last factor.
     wide = form.query.to(form.dtype)

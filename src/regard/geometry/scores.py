@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..backends import torch as definition
-from ..checks import check_values
+from .._validate import Scalar, check_scalar, check_values, describe, is_integer, positive
+from ..backends import row_equation
 from ..form import Form
-from ..parts import Scalar, check_scalar, describe, is_integer, positive
-from ..plan import _lower_scores
+from ..lowering import lower_scores
 from ..problem import Transport
 from .inputs import broadcast_like, check_floating, check_temperature
 
@@ -34,7 +33,7 @@ def policy_gradient(scores: Tensor, utility: Tensor, problem: Transport | None =
     """
     utility = broadcast_like("utility", utility, "scores", check_floating("scores", scores))
     rows = _rows(scores, problem)
-    return (rows.rates * definition.centred(rows.rates, rows.slack, utility)).to(scores.dtype)
+    return (rows.rates * row_equation.centred(rows.rates, rows.slack, utility)).to(scores.dtype)
 
 
 def sampled_policy_gradient(
@@ -165,9 +164,9 @@ class _Rows:
 
 
 def _rows(scores: Tensor, problem: Transport | None) -> _Rows:
-    form, folded = _lower_scores(scores, Transport() if problem is None else problem)
+    form, folded = lower_scores(scores, Transport() if problem is None else problem)
     check_temperature(problem, form)
-    rows = definition.solve_rows(form, folded, order=2, rates=True)
+    rows = row_equation.solve_rows(form, folded, order=2, rates=True)
     rates, slack, temperature, admissible = rows.rates, rows.slack, rows.temperature, rows.admissible
     assert rates is not None and admissible is not None  # scores may be -inf, so there is always a mask
     lead, Tk = scores.shape[:-1], scores.shape[-1]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ...operator import attention
-from ...problem import ALiBi, Bias, Transport
+from ...priors import ALiBi, Bias
+from ...problem import Transport
 from ..experiment import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Table
 from ..judging import interval, judge_effect
 from ..training import mean_loss, text_model, train_on_text, validation
