@@ -73,7 +73,7 @@ def calls(monkeypatch):
         seen.append(kwargs)
         return regard.attention(*args, **kwargs)
 
-    monkeypatch.setattr(regard.hf, "attention", counted)
+    monkeypatch.setattr("regard.hf.calls.attention", counted)
     return seen
 
 
@@ -249,7 +249,7 @@ def test_a_row_masked_at_the_lowest_number_has_no_keys():
     q = torch.randn(1, 2, 3, 4)
     mask = torch.zeros(1, 1, 3, 3)
     mask[..., 1, :] = torch.finfo(torch.float32).min
-    out, _ = regard.hf._attend(None, torch.nn.Module(), q, q, q, mask)
+    out, _ = regard.hf.attention_function(None, torch.nn.Module(), q, q, q, mask)
     assert torch.equal(out[:, 1], torch.zeros(1, 2, 4)) and out.shape == (1, 3, 2, 4)
 
 
@@ -297,7 +297,7 @@ def test_a_structured_mask_is_transformers_own(function, padding, offset):
     # and as priors it says the same
     torch.manual_seed(0)
     q, k = torch.randn(2, 4, 5, 8, dtype=torch.float64), torch.randn(2, 2, 12, 8, dtype=torch.float64)
-    got, _ = regard.hf._attend(None, torch.nn.Module(), q, k, k, mask)
+    got, _ = regard.hf.attention_function(None, torch.nn.Module(), q, k, k, mask)
     assert torch.allclose(got, regard.attention(q, k, k, expected, enable_gqa=True).transpose(1, 2), atol=1e-12)
 
 
@@ -317,9 +317,11 @@ def test_a_window_without_a_mask():
     q, k = torch.randn(1, 2, 9, 4), torch.randn(1, 2, 9, 4)
     distance = torch.arange(9)[:, None] - torch.arange(9)
     for causal, allowed in ((True, (distance >= 0) & (distance < 3)), (False, distance.abs() < 3)):
-        got, _ = regard.hf._attend(None, module, q, k, k, None, is_causal=causal, sliding_window=3)
+        got, _ = regard.hf.attention_function(None, module, q, k, k, None, is_causal=causal, sliding_window=3)
         assert torch.allclose(got, regard.attention(q, k, k, allowed).transpose(1, 2), atol=1e-6)
-    got, _ = regard.hf._attend(None, module, q[:, :, -1:], k, k, None, sliding_window=3)  # a step with a whole cache
+    got, _ = regard.hf.attention_function(
+        None, module, q[:, :, -1:], k, k, None, sliding_window=3
+    )  # a step with a whole cache
     assert torch.allclose(got, regard.attention(q[:, :, -1:], k[:, :, -3:], k[:, :, -3:]).transpose(1, 2), atol=1e-6)
 
 
@@ -327,7 +329,7 @@ def test_a_position_bias_of_a_static_cache():
     """As long as the cache, of which the prefill has filled the first keys only."""
     torch.manual_seed(0)
     q, k, bias = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 8, 4), torch.randn(1, 2, 3, 8)
-    got, _ = regard.hf._attend(None, torch.nn.Module(), q, k, k, None, position_bias=bias)
+    got, _ = regard.hf.attention_function(None, torch.nn.Module(), q, k, k, None, position_bias=bias)
     expected = regard.attention(q, k[:, :, :3], k[:, :, :3], bias[..., :3], is_causal=True)
     assert torch.allclose(got, expected.transpose(1, 2), atol=1e-6)
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import regard
 from regard import ALiBi, Causal, Rows, Transport, Tsallis
-from regard.nn.retrofit import Retrofit
+from regard.hf import Retrofit
 from support.checkpoints import stories260k
 from support.models import DECODERS, build, inputs_of, logits, padded
 
@@ -143,7 +143,7 @@ def test_the_gradient_survives_any_potential(potential):
     with torch.no_grad():
         module.null_score.fill_(potential)
     lse = torch.randn(1, 2, 5) + potential
-    kept = module.kept(lse, 1.0)
+    kept = module.kept_mass(lse, 1.0)
     assert torch.equal(kept, torch.ones_like(kept))
     kept.sum().backward()
     assert torch.allclose(module.null_weight.grad, -(potential - lse).exp().sum((0, 2)), rtol=1e-5)
@@ -161,7 +161,7 @@ def test_it_is_a_problem_of_the_public_interface(grad):
     r = module.retrofit
     q, k, v = (torch.randn(2, h, 9, 8, dtype=torch.float64) for h in (4, 2, 2))
     with torch.set_grad_enabled(grad):
-        got, _ = regard.hf._attend(None, module, q, k, v, None)
+        got, _ = regard.hf.attention_function(None, module, q, k, v, None)
     tau = r.log_temperature.detach().exp()[:, None, None]
     weight = r.null_weight.detach().clamp(min=1e-300)[:, None, None]
     problem = Transport(
@@ -504,7 +504,7 @@ def test_inspected():
     # Layer 0 by hand: its plan is the retrofitted problem's.
     calls = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(regard.hf, "attention", lambda **call: calls.append(call) or regard.attention(**call))
+        patch.setattr("regard.hf.calls.attention", lambda **call: calls.append(call) or regard.attention(**call))
         logits(model, "regard", {"input_ids": tokens})
     call = {k: v for k, v in calls[0].items() if k != "return_aux"}
     assert call["problem"].marginal.sink is not None

@@ -145,7 +145,7 @@ def test_the_entropy_rule_is_not_asked_of_rows_too_short_for_it():
     heads["positions"] = {"edges": [0, 1, 2, 4], "rows": [1, 1, 1], "null_entropy": [[0.0, 0.693, 1.1]], "values": {}}
     [finding] = find(heads)
     assert finding.layer is None and finding.value is None
-    assert "uniform plan has only 0.598 nats" in finding.message
+    assert "uniform plan has a mean entropy of only 0.598 nats" in finding.message
     heads["positions"]["rows"] = [1, 1, 20]
     assert rules(find(heads)) == {"over-peaked"}
 

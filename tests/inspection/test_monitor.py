@@ -15,8 +15,8 @@ from torch._dynamo.testing import CompileCounter
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import regard
-from regard import FermiDirac, Free, MatchEntropy, Monitor, Transport, Tsallis, dispatch, operator
-from regard.inspection.events import Heads, Limits, Watch
+from regard import FermiDirac, Free, MatchEntropy, Monitor, Transport, Tsallis, operator
+from regard.inspection.events import EventDetector, Heads, Limits
 from support.training import WORDS, Reader, by_definition, events, lines, llama, loss_of, reader, samples, tokens, train
 
 
@@ -261,10 +261,10 @@ def test_a_step_that_is_not_sampled_is_a_step_of_the_stock_model(tmp_path, monke
             runs.clear()
             torch.manual_seed(step)
             with monitor(step):
-                assert bool(hooks(model)) == bool(dispatch.observers or step % 3 == 0) == (step % 3 == 0)
+                assert bool(hooks(model)) == bool(operator.observers or step % 3 == 0) == (step % 3 == 0)
                 loss = loss_of(model, tokens(2, 9))
                 inside = len(runs)
-            assert hooks(model) == [] and dispatch.observers == []
+            assert hooks(model) == [] and operator.observers == []
             assert set(ALL_ATTENTION_FUNCTIONS) == names
             if isinstance(model, Reader):
                 assert inside == (4 if step % 3 == 0 else 2)
@@ -285,7 +285,7 @@ def test_an_exception_leaves_no_trace(tmp_path, make):
     monitor = Monitor(model, every=1, path=tmp_path / "run.jsonl")
     with pytest.raises(IndexError), monitor(0):
         (loss_of(model, tokens(2, 9)) + loss_of(model, tokens(2, 9) + 1000)).backward()
-    assert hooks(model) == [] and dispatch.observers == []
+    assert hooks(model) == [] and operator.observers == []
     with monitor(1):
         loss_of(model, tokens(2, 9)).backward()
     monitor.close()
@@ -485,7 +485,7 @@ def heads(layer, entropy, score):
 
 
 def test_a_large_score_is_told_once_until_it_has_fallen():
-    watch = Watch()
+    watch = EventDetector()
     scores = [3, 99, 101, 300, 98, 101, 50, 120]
     found = [watch.sampled(step, [heads(3, 0.8, score)]) for step, score in enumerate(scores)]
     alarms = [[e for e in some if e.rule == "logit-alarm"] for some in found]
@@ -499,7 +499,7 @@ def test_a_large_score_is_told_once_until_it_has_fallen():
 def test_a_spike_is_6_deviations_above_the_last_128_values(name):
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(400, generator=generator).tolist()
-    watch = Watch()
+    watch = EventDetector()
     values = [2 + 0.1 * x for x in noise]
     before = torch.tensor(values[300 - 128 : 300], dtype=torch.float64)
     line = float(before.mean() + 6 * before.std(correction=0))
@@ -515,7 +515,7 @@ def test_a_spike_is_6_deviations_above_the_last_128_values(name):
 
 
 def test_a_spike_of_the_largest_score_names_the_head():
-    watch = Watch()
+    watch = EventDetector()
     for step in range(40):
         assert watch.sampled(step, [heads(1, 0.8, 5 + step % 2)]) == []
     [event] = watch.sampled(40, [heads(1, 0.8, 30)])
@@ -523,7 +523,7 @@ def test_a_spike_of_the_largest_score_names_the_head():
 
 
 def test_a_loss_that_is_no_number():
-    watch = Watch()
+    watch = EventDetector()
     found = [watch.logged(step, loss=value) for step, value in enumerate([1.0, math.nan, math.inf, 1.0, math.nan])]
     assert [len(some) for some in found] == [0, 1, 0, 0, 1]
     assert found[1][0].rule == "not-finite" and found[1][0].value is None
@@ -545,14 +545,14 @@ def test_a_collapse_is_a_dip_together_with_a_swinging_loss():
     calm = [3 - 0.01 * step + noise[step] for step in range(200)]
     swinging = [x + (0.8 * (step % 4 < 2) if 130 <= step < 170 else 0) for step, x in enumerate(calm)]
     steady, dipping = [0.8] * 20, [0.8] * 14 + [0.3] * 6
-    assert series(Watch(), steady, calm) == []
-    assert series(Watch(), steady, swinging) == []  # the loss alone is no collapse
-    assert series(Watch(), dipping, calm) == []  # nor is a head that finds its place
-    [event] = series(Watch(), dipping, swinging)
+    assert series(EventDetector(), steady, calm) == []
+    assert series(EventDetector(), steady, swinging) == []  # the loss alone is no collapse
+    assert series(EventDetector(), dipping, calm) == []  # nor is a head that finds its place
+    [event] = series(EventDetector(), dipping, swinging)
     assert (event.step, event.layer, event.head, event.value) == (149, 0, 0, 0.3)
     assert event.threshold == pytest.approx(0.4) and "2303.06296" in event.source
     slow = [0.8 - 0.02 * n for n in range(20)]
-    assert series(Watch(), slow, swinging) == []  # not sharp
+    assert series(EventDetector(), slow, swinging) == []  # not sharp
 
 
 def test_a_sudden_fall_of_the_loss_is_no_collapse():
@@ -560,7 +560,7 @@ def test_a_sudden_fall_of_the_loss_is_no_collapse():
     generator = torch.Generator().manual_seed(1)
     noise = (0.02 * torch.randn(200, generator=generator)).tolist()
     losses = [(3.0 if step < 140 else max(1.0, 3 - 0.2 * (step - 139))) + noise[step] for step in range(200)]
-    assert series(Watch(), [0.9] * 14 + [0.2] * 6, losses) == []
+    assert series(EventDetector(), [0.9] * 14 + [0.2] * 6, losses) == []
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -568,7 +568,7 @@ def test_a_sudden_fall_of_the_loss_is_no_collapse():
 def test_a_healthy_series_raises_no_alarm(seed, noise, decay):
     generator = torch.Generator().manual_seed(seed)
     draws = (noise * (2 * torch.rand(300, generator=generator) - 1)).tolist()  # normal ones may be six deviations off
-    watch = Watch()
+    watch = EventDetector()
     for step in range(300):
         assert watch.logged(step, loss=2 + 3 * decay**step + draws[step], grad_norm=1 + abs(draws[step])) == []
         if step % 10 == 0:

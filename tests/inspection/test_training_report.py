@@ -14,7 +14,7 @@ import regard
 from regard import cli
 from regard.inspection.journal import SHOWN, read_run
 from regard.inspection.report import training_html, training_verdict
-from support.browser import ATTACK, browser, colour_of, contrast, fills, luminance, part  # noqa: F401 (browser: a fixture)
+from support.browser import ATTACK, colour_of, contrast, fills, luminance, part
 from support.training import Reader, events, reader, samples, tokens, train
 
 
@@ -143,9 +143,9 @@ HEAD = b'{"format": "regard-monitor", "version": 1}\n'
             b'{"format": "regard-monitor", "version": 1}\n{"step": 1, "attn/entropy/L00_p10": "x"}\n',
             "expected a number",
         ),
-        (HEAD + b'{"step": "x"}\n', "step is no integer"),
+        (HEAD + b'{"step": "x"}\n', "step is not an integer"),
         (HEAD + b'{"step": 1, "event": "x"}\n', "sampled step"),
-        (HEAD + b'{"step": 1, "attn/entropy/L00_p10": NaN}\n', "NaN is no JSON number"),
+        (HEAD + b'{"step": 1, "attn/entropy/L00_p10": NaN}\n', "NaN is not a JSON number"),
         (HEAD + b'{"layers": [[0, 1]]}\n', "got line 2"),
         (HEAD + b'{"step": 1, "loss": [], "attn/entropy/L00_p10": 1}\n', "expected a number as loss of step 1"),
     ],
@@ -193,7 +193,7 @@ def test_one_sample_is_enough(command, tmp_path):
 
 
 @pytest.fixture
-def show(browser, tmp_path):  # noqa: F811
+def show(browser, tmp_path):
     """show(run file, ...) -> the page. Afterwards: no error, and nothing was asked for but the file."""
     opened, requests, errors = [], [], []
 
@@ -286,7 +286,7 @@ def test_a_long_run_of_a_large_model(show, tmp_path):
     page = show(long_run(tmp_path / "long.jsonl"))
     assert page.locator("#map rect.cell").count() <= 9000 + 48
     assert "450 samples, 400 of them shown, 48 layers, 1,536 heads" in page.inner_text("#facts")
-    assert page.inner_text("#events-list") == "Nothing happened that a rule speaks of."
+    assert page.inner_text("#events-list") == "No events."
     assert page.locator("#map svg").bounding_box()["height"] < 520
     page.select_option("#metric", "first_key_mass")
     assert page.is_visible("#norm svg")

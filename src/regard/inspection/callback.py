@@ -1,4 +1,4 @@
-"""`regard.hf.MonitorCallback`: a `Monitor` that transformers' Trainer drives."""
+"""`MonitorCallback`: a `Monitor` that transformers' Trainer calls. Its public name is `regard.hf.MonitorCallback`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from .monitor import Monitor
 class MonitorCallback(TrainerCallback, ExportableState):
     """`Trainer(callbacks=[MonitorCallback(every=50)])`: a `Monitor` of the model that is trained.
 
-    Steps carry the Trainer's numbers: the first step and every `every`-th are sampled. Loss and gradient norm are those
-    that the Trainer logs, so its `logging_steps` decides how finely events can see them (1 is best). The run file is
-    `attention.jsonl` in the Trainer's output folder unless `path` says otherwise; numbers also go to TensorBoard and
-    W&B where the Trainer reports to them, or to `writer` and `wandb`. Its memory is saved with checkpoints, and
-    `trainer.train(resume_from_checkpoint=...)` goes on as if it had not been interrupted. Other arguments: `Monitor`.
+    Steps have the Trainer's numbers: the first step and every `every`-th are sampled. Loss and gradient norm are those
+    that the Trainer logs, so events see them every `logging_steps` steps (1 is best). The run file is `attention.jsonl`
+    in the Trainer's output folder, or `path`. The metrics also go to TensorBoard and W&B if the Trainer reports to
+    them, or to `writer` and `wandb`. The monitor's state is saved with checkpoints, and
+    `trainer.train(resume_from_checkpoint=...)` continues as if the run had not been interrupted. Other arguments are
+    those of `Monitor`.
     """
 
     def __init__(self, *, every: int = 50, path: str | os.PathLike[str] | None = None, **options: Any) -> None:
         self.every, self.path, self.options = every, path, options
         self.monitor: Monitor | None = None
-        self.saved: dict[str, Any] | None = None  # the monitor's memory, from a checkpoint
+        self.saved: dict[str, Any] | None = None  # the monitor's state, from a checkpoint
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        self._close()  # of a run that was broken off
+        self._close()  # the monitor of an interrupted run
         options = dict(self.options)
         reported = args.report_to or []
         if state.is_world_process_zero and "tensorboard" in reported:
@@ -40,15 +41,15 @@ class MonitorCallback(TrainerCallback, ExportableState):
             options.setdefault("wandb", False)
         path = Path(args.output_dir) / NAME if self.path is None else self.path
         self.monitor = Monitor(given["model"], every=self.every, path=path, **options)
-        memory = state.stateful_callbacks.setdefault(type(self).__name__, {})
-        saved = self.saved or (memory.get("attributes", {}) if isinstance(memory, dict) else {}).get("saved")
+        stored = state.stateful_callbacks.setdefault(type(self).__name__, {})
+        saved = self.saved or (stored.get("attributes", {}) if isinstance(stored, dict) else {}).get("saved")
         if saved is not None and state.global_step:
             self.monitor.load_state_dict(saved)
         self.saved = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         assert self.monitor is not None
-        step = state.global_step + 1  # as the Trainer numbers it when it is done
+        step = state.global_step + 1  # the number that the Trainer gives it when it is complete
         self.monitor.start(step, sample=step == 1 or self.monitor.due(step))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -1,5 +1,5 @@
-"""What `regard inspect` does: find the model, read a text, inspect, and give the record that the report shows. And what
-`regard report` reads: a run file, of a training or of an inspection."""
+"""The work of the commands `regard inspect` (find the model, read a text, inspect) and `regard report` (read a run
+file of a training or of an inspection). cli.py prints the results."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .findings import RULES, SEVERITIES, Thresholds, check_format
+from .. import hf
+from .findings import check_format
+from .head_rules import RULES, Thresholds
 from .journal import located, read_run
+from .result import Inspection
+from .rules import SEVERITIES
+from .run import inspect
 
 
 class Refused(Exception):
-    """Something the user can mend; its text says what."""
+    """An error that the user can fix; its text says how."""
 
 
 def examine(
@@ -33,13 +38,8 @@ def examine(
     run: Path | None,
     say: Callable[[str], object],
 ) -> dict[str, Any]:
-    """Inspect a model by its name; the record of its `Inspection`, with the names of model and text."""
-    from .. import inspect
-
-    try:
-        from .. import hf
-    except ImportError as error:
-        raise Refused(str(error)) from None
+    """Inspect a model by its name. Returns the record of the `Inspection`, with the names of the model and the text.
+    `say` receives a line for each stage."""
     say(f"loading {name}")
     try:
         model, tokenizer = hf.load(name, trust_remote_code=trust_remote_code)
@@ -53,7 +53,7 @@ def examine(
         whose = f", the model's limit (--length {length})" if limit_of_model < min(length, len(ids)) else ""
         say(f"reading {sum(len(batch) for batch in batches):,} tokens{pieces}{whose}")
         inspection = inspect(model, batches, patterns=True, views=True, tokenizer=tokenizer, run=run)
-    except (ValueError, NotImplementedError, OSError) as error:
+    except (ImportError, ValueError, NotImplementedError, OSError) as error:
         raise Refused(str(error)) from None
     source = tokens or text
     inspection.about |= {
@@ -65,7 +65,7 @@ def examine(
 
 
 def _read(text: Path | None, tokens: Path | None, tokenizer: Any, name: str) -> Tensor:
-    """The token ids to show."""
+    """The token ids to inspect."""
     if text is not None and tokens is not None:
         raise Refused("--text, --tokens: expected one of them, got both")
     if tokens is not None:
@@ -87,7 +87,7 @@ def _content(path: Path) -> str:
 
 
 def _cut(ids: Tensor, length: int) -> list[Tensor]:
-    """Sequences of at most this length; a rest of one token is dropped, since it has nothing to attend to."""
+    """Sequences of at most this length. A last sequence of one token is dropped: it has no other token to attend to."""
     pieces = [piece for piece in ids.split(length) if len(piece) > 1]
     if not pieces:
         raise Refused(f"the text: expected at least 2 tokens, got {len(ids)}")
@@ -95,12 +95,12 @@ def _cut(ids: Tensor, length: int) -> list[Tensor]:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Numbers that `--json` wrote."""
+    """A record that `regard inspect --json` wrote."""
     try:
         record = json.loads(_content(path))
         check_format(record, str(path))
         if not isinstance(record["provenance"], dict):
-            raise TypeError("its provenance is no object")
+            raise TypeError("its provenance is not an object")
         for head in record["heads"]:
             _ = head["layer"], head["head"], head["mean"], head["max"]
     except (ValueError, TypeError, KeyError) as error:
@@ -109,7 +109,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def limits(settings: list[str]) -> Thresholds:
-    """Thresholds of which some are set, each by "name=number"."""
+    """Thresholds, some of them set by "name=number"."""
     known = [field.name for field in fields(Thresholds)]
     chosen = {}
     for setting in settings:
@@ -128,7 +128,7 @@ def limits(settings: list[str]) -> Thresholds:
 
 
 def read_any(path: Path) -> tuple[str, dict[str, Any]]:
-    """What a file holds: ("training", ...) of a Monitor, or ("inspection", ...) as a run file or numbers."""
+    """The content of a file: ("training", record) of a Monitor, or ("inspection", record)."""
     if not path.exists():
         raise Refused(f"{path}: there is no such file")
     where = located(path)
@@ -142,8 +142,6 @@ def read_any(path: Path) -> tuple[str, dict[str, Any]]:
         if where.suffix == ".json" and head.lstrip().startswith(b"{"):
             return "inspection", read_record(where)
         if len(head) > 8 and head[8:9] == b"{":  # safetensors: the header's length, then the header
-            from .result import Inspection
-
             return "inspection", Inspection.load(where).record()
         return "training", read_run(where)
     except (OSError, ValueError) as error:
@@ -151,13 +149,13 @@ def read_any(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def judge(fail_on: list[str]) -> Callable[[dict[str, Any]], bool]:
-    """Whether a finding is one that --fail-on names: by its rule, or by its severity or a lesser one."""
+    """A function that tells whether --fail-on names a finding: by its rule, by its severity, or by a lower severity."""
     for name in fail_on:
         if name not in (*SEVERITIES, *RULES):
             raise Refused(f"--fail-on: expected one of {', '.join((*SEVERITIES, *RULES))}, got {name!r}")
 
     def fails(finding: dict[str, Any]) -> bool:
-        if finding["value"] is None:  # a rule that could not be checked
+        if finding["value"] is None:  # the rule could not be checked
             return False
         rank = SEVERITIES.index(finding["severity"])
         return finding["rule"] in fail_on or any(s in fail_on for s in SEVERITIES[rank:])

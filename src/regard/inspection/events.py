@@ -1,7 +1,7 @@
-"""Named rules over a training run: what happened at which step, by which threshold, whose rule it is, what people do.
+"""Events of a training run: named rules that compare each step with the steps before it.
 
-`Watch` keeps what the rules compare with (the last values of each series) and nothing else; it is plain numbers, so
-that it can be saved with a checkpoint. An event is reported when it begins, not again while it lasts.
+`EventDetector` keeps what the rules compare with (the last values of each series) as plain numbers, so that it can be
+saved with a checkpoint. An event is reported when it begins, and not again while it lasts.
 """
 
 from __future__ import annotations
@@ -12,41 +12,28 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from . import findings
+from .rules import LOGIT_ALARM, Finding, Rule
 
 
 @dataclass(frozen=True)
-class Event:
-    """What a rule says of a step; layer and head are None where it speaks of the whole run."""
+class Event(Finding):
+    """What a rule found in a step. Layer and head are None where the event is about the whole run."""
 
-    rule: str
-    severity: str  # alarm: act; warning: look
     step: int
-    layer: int | None
-    head: int | None
     metric: str
-    value: float | None  # None: not a number
-    threshold: float
-    message: str
-    why: str
-    remedy: str
-    source: str
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Where each rule draws its line."""
+    """The thresholds of the rules."""
 
     max_score: float = 100.0  # a larger score than this
     spike: float = 6.0  # this many standard deviations above the mean ...
-    window: int = 128  # ... of so many values before it (a quarter of them suffices; ours)
-    rise: float = 0.01  # ... and more than this share of the mean (ours: a flat series has no deviation to speak of)
-    dip: float = 0.5  # the entropy of a layer's lower heads under this share of its highest value ...
+    window: int = 128  # ... of so many values before it (a quarter of them is enough; ours)
+    rise: float = 0.01  # ... and more than this share of the mean (ours: a flat series has almost no deviation)
+    dip: float = 0.5  # the entropy of a layer's lower heads below this share of its highest value ...
     dip_samples: int = 8  # ... in so many samples before
-    oscillation: float = 1.5  # upward moves of the loss, as a multiple of its moves before
+    oscillation: float = 1.5  # upward moves of the loss, as a multiple of its earlier moves
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -59,61 +46,52 @@ class Limits:
 
 @dataclass(frozen=True)
 class Heads:
-    """What the rules see of a layer in a sampled step."""
+    """The numbers of one layer in a sampled step that the rules read."""
 
     layer: int
     entropy: list[float]  # mean H / log n of each head
-    lower: float  # their 10 % quantile
+    lower: float  # the 10 % quantile of these
     max_score: list[float]  # largest score of each head
 
 
-_LOUD = next(
-    {"rule": rule.name, "severity": rule.severity, "why": rule.why, "remedy": rule.remedy, "source": rule.source}
-    for rule in findings._RULES
-    if rule.name == "logit-alarm"
+_SPIKE = Rule(
+    "spike",
+    "warning",
+    "A value this far above the recent ones is not noise: often a bad batch, sometimes the beginning of a divergence.",
+    "Look at the batch. If spikes become more frequent or do not recover: clip gradients, lower the learning rate, or "
+    "go back to a checkpoint and skip the data.",
+    "OLMo-core's StabilityMonitor: more than 6 standard deviations above the mean of the last 128 values",
 )
-_SPIKE = {
-    "rule": "spike",
-    "severity": "warning",
-    "why": "A value this far above what it was lately is no noise: often a bad batch, sometimes the beginning of a "
-    "divergence.",
-    "remedy": "Look at the batch. If spikes come more often or do not recover: clip gradients, lower the learning "
-    "rate, or go back to a checkpoint and skip the data.",
-    "source": "OLMo-core's StabilityMonitor: more than 6 standard deviations above the mean of the last 128 values",
-}
-_BROKEN = {
-    "rule": "not-finite",
-    "severity": "alarm",
-    "why": "From here on every weight that this gradient reaches is lost.",
-    "remedy": "Stop, go back to the last checkpoint, and look at the events before this one.",
-    "source": "arithmetic",
-}
-_COLLAPSE = {
-    "rule": "collapse-dip",
-    "severity": "alarm",
-    "why": "Attention falls onto few keys while the loss begins to swing: the pattern of entropy collapse. Peaked rows "
-    "pass hardly any gradient to the scores, and the run seldom comes back by itself.",
-    "remedy": "Go back before the dip with a smaller learning rate or a longer warm-up; σReparam or QK-norm; a floor "
-    "under the entropy (regard.nn.entropy_floor); check the scale 1/√d and the initialisation.",
-    "source": "σReparam, arXiv 2303.06296 (a sharp dip of entropy together with oscillation of the loss); the numbers "
-    "are ours",
-}
-RULES = tuple(rule["rule"] for rule in (_LOUD, _COLLAPSE, _SPIKE, _BROKEN))
-RECENT = 8  # losses over which the run is said to swing
+_NOT_FINITE = Rule(
+    "not-finite",
+    "alarm",
+    "From this step on, every weight that this gradient reaches is lost.",
+    "Stop, go back to the last checkpoint, and look at the events before this one.",
+    "arithmetic",
+)
+_COLLAPSE = Rule(
+    "collapse-dip",
+    "alarm",
+    "Attention concentrates on few keys while the loss begins to oscillate: the pattern of entropy collapse. Peaked "
+    "rows pass almost no gradient to the scores, and the run seldom recovers by itself.",
+    "Go back before the dip with a smaller learning rate or a longer warm-up; σReparam or QK-norm; a floor under the "
+    "entropy (regard.nn.entropy_floor); check the scale 1/√d and the initialisation.",
+    "σReparam, arXiv 2303.06296 (a sharp dip of entropy together with oscillation of the loss); the numbers are ours",
+)
+RULES = tuple(rule.name for rule in (LOGIT_ALARM, _COLLAPSE, _SPIKE, _NOT_FINITE))
+RECENT = 8  # number of losses over which oscillation is measured
 
 
 @dataclass
-class Watch:
-    """The rules, and what they remember."""
+class EventDetector:
+    """The rules, and the values that they compare with."""
 
     limits: Limits = field(default_factory=Limits)
     series: dict[str, list[float]] = field(default_factory=dict)  # the last values of the loss, ...
     lower: dict[str, list[float]] = field(default_factory=dict)  # by layer: `Heads.lower` in the last samples
-    swings: list[float] = field(
-        default_factory=list
-    )  # how much the loss swung, at most, before each of the last samples
-    swing: float = 0.0  # ... and since
-    lasting: list[str] = field(default_factory=list)  # what has begun and not ended
+    swings: list[float] = field(default_factory=list)  # largest oscillation of the loss before each of the last samples
+    swing: float = 0.0  # ... and since the last one
+    lasting: list[str] = field(default_factory=list)  # events that have begun and not ended
 
     def logged(self, step: int, **values: float | None) -> list[Event]:
         """Numbers of the whole run at a step: loss, grad_norm."""
@@ -122,11 +100,11 @@ class Watch:
             if value is None:
                 continue
             if self._begins(f"not-finite {name}", not math.isfinite(value)):
-                events.append(_event(_BROKEN, step, None, None, name, None, math.inf, f"{name} is {value}"))
+                events.append(_event(_NOT_FINITE, step, None, None, name, None, math.inf, f"{name} is {value}"))
             if math.isfinite(value):
                 events += self._spike(step, name, value)
         if math.isfinite(values.get("loss") or 0.0):
-            self.swing = max(self.swing, self._swing())
+            self.swing = max(self.swing, self._oscillation())
         return events
 
     def sampled(self, step: int, layers: list[Heads]) -> list[Event]:
@@ -135,7 +113,7 @@ class Watch:
         self.swing = 0.0
         events = []
         for heads in layers:
-            events += self._loud(step, heads)
+            events += self._large_score(step, heads)
             known = [score for score in heads.max_score if math.isfinite(score)]
             if known:
                 head = heads.max_score.index(max(known))
@@ -144,7 +122,7 @@ class Watch:
         return events
 
     def _begins(self, name: str, now: bool, over: bool | None = None) -> bool:
-        """Whether this begins now; it ends where it is over (None: where it is not so any more)."""
+        """Whether an event begins with this step. It ends when `over` (None: when it no longer holds)."""
         lasts = name in self.lasting
         if lasts and (not now if over is None else over):
             self.lasting.remove(name)
@@ -153,7 +131,7 @@ class Watch:
             return True
         return False
 
-    def _loud(self, step: int, heads: Heads) -> list[Event]:
+    def _large_score(self, step: int, heads: Heads) -> list[Event]:
         limit = self.limits.max_score
         top = max(heads.max_score, key=lambda score: -math.inf if math.isnan(score) else score)
         if not self._begins(f"logit-alarm {heads.layer}", top > limit, over=top < 0.9 * limit):
@@ -161,8 +139,8 @@ class Watch:
         head = heads.max_score.index(top)
         others = sum(score > limit for score in heads.max_score) - 1
         more = f" ({others} more heads of the layer are above)" if others else ""
-        told = f"largest score {top:.4g} in layer {heads.layer}, head {head}, more than {limit:g}{more}"
-        return [_event(_LOUD, step, heads.layer, head, "max_score", top, limit, told)]
+        message = f"largest score {top:.4g} in layer {heads.layer}, head {head}, more than {limit:g}{more}"
+        return [_event(LOGIT_ALARM, step, heads.layer, head, "max_score", top, limit, message)]
 
     def _spike(
         self, step: int, name: str, value: float, layer: int | None = None, head: int | None = None
@@ -178,12 +156,13 @@ class Watch:
         where = "" if layer is None else f" in layer {layer}, head {head}"
         label = name if layer is None else "largest score"
         sigmas = f", {(value - mean) / deviation:.0f} standard deviations" if deviation > 0 else ""
-        told = f"{label} {value:.4g}{where}{sigmas} above its mean {mean:.4g} over the last {len(before)} values"
+        message = f"{label} {value:.4g}{where}{sigmas} above its mean {mean:.4g} over the last {len(before)} values"
         metric = name if layer is None else "max_score"
-        return [_event(_SPIKE, step, layer, head, metric, value, limit, told)]
+        return [_event(_SPIKE, step, layer, head, metric, value, limit, message)]
 
-    def _swing(self) -> float:
-        """Upward moves among the last losses, as a multiple of how it moved before; a fall, however steep, is none."""
+    def _oscillation(self) -> float:
+        """The mean upward move of the last losses, as a multiple of the mean move before. A falling loss, however
+        steep, does not oscillate."""
         losses = self.series.get("loss", [])
         moves = [b - a for a, b in pairwise(losses)]
         before, recent = moves[:-RECENT], moves[-RECENT:]
@@ -205,15 +184,15 @@ class Watch:
         if not self._begins(f"collapse-dip {heads.layer}", now, over=heads.lower >= limit):
             return []
         lowest = min(range(len(heads.entropy)), key=lambda h: _or_one(heads.entropy[h]))
-        told = (
+        message = (
             f"entropy / log n of the lower heads of layer {heads.layer} fell from {max(before):.3g} to "
             f"{heads.lower:.3g} (lowest: head {lowest}, {heads.entropy[lowest]:.3g}) while the loss moved up "
             f"{swing:.2g} times as much as it used to move"
         )
-        return [_event(_COLLAPSE, step, heads.layer, lowest, "entropy_norm", heads.lower, limit, told)]
+        return [_event(_COLLAPSE, step, heads.layer, lowest, "entropy_norm", heads.lower, limit, message)]
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is remembered, as plain numbers and lists."""
+        """All values that the rules compare with, as plain numbers and lists."""
         kept = asdict(self)
         del kept["limits"]
         return kept
@@ -229,7 +208,7 @@ class Watch:
 
 
 def _event(
-    rule: dict[str, str],
+    rule: Rule,
     step: int,
     layer: int | None,
     head: int | None,
@@ -239,8 +218,8 @@ def _event(
     message: str,
 ) -> Event:
     finite = None if value is None or not math.isfinite(value) else value
-    given: dict[str, Any] = {**rule, "step": step, "layer": layer, "head": head, "metric": metric}
-    return Event(value=finite, threshold=threshold, message=message, **given)
+    numbers: dict[str, Any] = {"layer": layer, "head": head, "value": finite, "threshold": threshold}
+    return Event(**rule.text(), **numbers, message=message, step=step, metric=metric)
 
 
 def _or_one(value: float) -> float:

@@ -1,8 +1,8 @@
-"""The run file of a `Monitor`: JSON lines, one per sampled step, one per event, and a few that say what they are about.
+"""The run file of a `Monitor`: JSON lines. One per sampled step, one per event, a header, and the names of the layers.
 
-A line is written whole or, if the machine stops in the middle, torn at the file's end; who reads drops such an end. A
-run that goes back to step k (from a checkpoint) has not done what comes later in the file: those lines are moved to a
-file beside it, with the ending .stale, and the run goes on from k.
+If the machine stops while a line is written, the file ends with an incomplete line, which the reader drops. If a run
+goes back to step k (from a checkpoint), the lines of step k and later are moved to a file beside it with the suffix
+.stale, and the run continues from k.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 from .events import Event
 
 FORMAT, VERSION = "regard-monitor", 1
-NAME = "attention.jsonl"  # in a folder
+NAME = "attention.jsonl"  # of the file in a folder
 _HEAD = f'{{"format": "{FORMAT}"'.encode()
 
 
 def located(path: str | os.PathLike[str]) -> Path:
-    """The file that a path means: itself, or `attention.jsonl` in a folder (one that is there, or has no ending)."""
+    """The run file of a path: the path itself, or `attention.jsonl` in it if it is a folder or has no suffix."""
     found = Path(path)
     if found.is_file():
         return found
@@ -37,16 +37,16 @@ class Journal:
         self.path, self.about = located(path), about
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.last = -1  # the last step in the file
-        self.layers: list[Any] | None = None  # as the file says
+        self.layers: list[Any] | None = None  # the last names of the layers in the file
         if self.path.exists():
             for line in read_lines(self.path):
                 self.last = max(self.last, line.get("step", -1))
                 self.layers = line.get("layers", self.layers)
             if not self.path.read_bytes().endswith(b"\n"):
-                self.rewind(self.last + 1)  # without the torn end, so that nothing is glued to it
+                self.rewind(self.last + 1)  # drops the incomplete line, so that the next one is not appended to it
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append, and see it on the disk."""
+        """Append a line and wait until it is on disk."""
         lines = [line]
         if not self.path.exists() or self.path.stat().st_size == 0:
             lines.insert(0, {"format": FORMAT, "version": VERSION} | self.about)
@@ -58,10 +58,10 @@ class Journal:
         self.layers = line.get("layers", self.layers)
 
     def rewind(self, step: int) -> None:
-        """Move the lines of this step and later ones out of the way."""
+        """Move the lines of this step and of later ones to the .stale file."""
         kept, stale = [], []
         lines = read_lines(self.path)
-        if not any(-1 < line.get("step", -1) < step for line in lines):  # nothing of it stays: another run begins
+        if not any(-1 < line.get("step", -1) < step for line in lines):  # no step remains: a new run begins
             step_of = [step] * len(lines)
             self.layers = None
         else:
@@ -78,49 +78,49 @@ class Journal:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a run file, without one torn at its end; raises a ValueError where it is no run file."""
-    *lines, torn = path.read_bytes().split(b"\n")
+    """The lines of a run file, without an incomplete one at its end. Raises a ValueError for any other file."""
+    *lines, incomplete = path.read_bytes().split(b"\n")
     found: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         try:
-            entry = json.loads(line, parse_constant=_refused)
+            entry = json.loads(line, parse_constant=_not_a_number)
             if not isinstance(entry, dict):
                 raise TypeError("not an object")
             if not isinstance(entry.get("step", 0), int):
-                raise TypeError("its step is no integer")
+                raise TypeError("its step is not an integer")
             for layer in entry.get("layers", []):
                 index, name, heads = layer
                 if not (isinstance(index, int) and isinstance(name, str) and isinstance(heads, int)):
-                    raise TypeError("its layers are no layers")
+                    raise TypeError("its layers are not [number, name, heads]")
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}: expected a line that Monitor wrote, got line {number}: {error}") from None
         if number == 1 and (entry.get("format"), entry.get("version")) != (FORMAT, VERSION):
             raise ValueError(f"{path}: expected a run file of regard.Monitor (version {VERSION}), got another file")
         found.append(entry)
-    if not found and not _HEAD.startswith(torn[: len(_HEAD)]):
+    if not found and not _HEAD.startswith(incomplete[: len(_HEAD)]):
         raise ValueError(f"{path}: expected a run file of regard.Monitor, got another file")
     return found
 
 
-def _refused(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+def _not_a_number(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
 
 
 # --- reading a run ----------------------------------------------------------------------------------------------------
 
-SHOWN = 400  # samples in a record at most; a longer run is thinned
+SHOWN = 400  # largest number of samples in a record; of a longer run some are left out
 WHOLE = ("loss", "loss_min", "loss_max", "grad_norm", "max_attention_logit", "rows")  # numbers of the whole run
 _METRIC = re.compile(r"attn/(\w+)/L(\d+)(?:_(p\d+|min|max))?")
 
 
 def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A run file as the training report shows it: steps, what they measured by metric, quantile and layer, events.
+    """A run file as the training report shows it: the steps, their metrics by quantile and layer, and the events.
 
-    Raises a ValueError where there is no such file, or nothing in it.
+    Raises a ValueError if the file does not exist or has no sampled step.
     """
     where = located(path)
     if not where.is_file():
-        raise ValueError(f"{where}: expected a run file of regard.Monitor, there is none")
+        raise ValueError(f"{where}: expected a run file of regard.Monitor, got no file")
     header, *lines = read_lines(where) or [{}]
     events = [{"rule": line["event"]} | line for line in lines if "event" in line]
     samples = [line for line in lines if "step" in line and "event" not in line]
@@ -169,7 +169,7 @@ def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _thinned(samples: list[dict[str, Any]], events: list[int]) -> list[dict[str, Any]]:
-    """At most SHOWN samples, evenly, with the first, the last and those at events (as many as fit)."""
+    """At most SHOWN samples, evenly spaced, with the first, the last and those at events (as many as fit)."""
     if len(samples) <= SHOWN:
         return samples
     steps = [sample["step"] for sample in samples]

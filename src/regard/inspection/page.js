@@ -1,121 +1,18 @@
-"use strict";
-// The report's views, drawn from the record in #data and nothing else. Text from the record only ever becomes text
-// nodes and attributes, never markup. One state, changed by the functions under "state"; each view has a draw function.
+// The page of an inspection: the map of all heads, the scatter plot, the findings, the table and the comparison. Each view
+// has a draw function; the functions under "state" change the state and update the views.
 (() => {
   const {
-    show, signed, plural, known, mean, html, svg, option, VIRIDIS, VIK, BERLIN, dark, colour, widthOf, ticks, tickText,
-    drawLegend, drawLines,
+    $, data, onLayoutChange, show, signed, plural, known, mean, html, svg, option, VIRIDIS, colour, widthOf, ticks, tickText, drawLegend,
   } = plots;
-  const { record, other, other_verdict, obstacle } = JSON.parse(document.getElementById("data").textContent);
-  const comparing = other !== null && obstacle === null;
-  const $ = (id) => document.getElementById(id);
-
-  // --- words and numbers ---------------------------------------------------------------------------------------------
-
-  // What tells most comes first, here and in the table. share: from 0 to 1; zero: from 0 up; neither: the range found.
-  const METRICS = {
-    entropy: { label: "entropy", unit: "nats", range: "zero", about: "−Σ p log p: 0 when a query reads one key, log n when it reads all n alike." },
-    normalized_entropy: { label: "entropy / log n", range: "share", about: "Entropy as a share of its maximum over the keys a query may read." },
-    score_variance: { label: "score variance", range: "zero", about: "Variance of the scores under the weights: how much the entropy answers to the temperature." },
-    first_key_mass: { label: "weight on the first key", range: "share", about: "The attention sink: weight parked on the first key." },
-    max_weight: { label: "largest weight", range: "share", about: "Weight of the key that a query reads most." },
-    max_scores: { label: "largest score", about: "Largest score a query gives to a key. Above 100 training is in danger." },
-    relative_norm: { label: "output norm / layer", range: "zero", about: "Norm of the head's output relative to the mean of its layer." },
-    previous_token: { label: "previous-token score", range: "share", about: "Weight on the token before the query's own." },
-    self_token: { label: "own-token score", range: "share", about: "Weight on the query's own token." },
-    induction: { label: "induction score", range: "share", about: "Weight on what followed earlier copies of the query's token." },
-    first_token: { label: "first-token score", range: "share", about: "Mean weight on the first token." },
-    key_mass: { label: "most-read key", range: "share", about: "Largest mean weight on a key, by its position, over the queries that see it." },
-    kl: { label: "KL to the prior", unit: "nats", range: "zero", about: "How far the weights are from “no key is special”." },
-    collision: { label: "Σ p²", range: "share", about: "Chance that two draws hit the same key; 1 / Σ p² is the number of keys in use." },
-    support: { label: "keys in use", unit: "keys", range: "zero", about: "Keys with a weight above zero." },
-    mass: { label: "mass", range: "zero", about: "Σ p over real keys; less than 1 where a learned sink takes part." },
-    value_spread: { label: "value spread", range: "zero", about: "Spread of the values that are averaged: Σ p ‖v‖² − ‖o‖²." },
-    output_norm: { label: "output norm", range: "zero", about: "Norm of what the head gives a query." },
-    cost: { label: "transport cost", about: "−Σ p s." },
-    lse: { label: "log-sum-exp", about: "Log of the softmax denominator: the soft maximum of the scores." },
-    dual: { label: "dual", about: "λ, the threshold that makes the weights of a row sum to its mass; for softmax the log-sum-exp." },
-    value: { label: "optimal value", about: "What the row's problem achieves: expected score less the price of the divergence." },
-    log_keys: { label: "log n", unit: "nats", range: "zero", about: "Log of the keys that a query may read: what the entropy would be if it read all alike." },
-  };
-  const metric = (name) => METRICS[name] ?? { label: name.replaceAll("_", " "), about: "" };
-  const withUnit = (name) => metric(name).label + (metric(name).unit ? ` (${metric(name).unit})` : "");
-
-  // A token with its white space made visible.
-  function visible(token) {
-    if (token === undefined || token === null) return "·";
-    const text = token.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll("\r", "␍").replace(/^ | $/g, "␣");
-    return text === "" ? "∅" : text;
-  }
-
-  // --- elements ------------------------------------------------------------------------------------------------------
-
-  const tokenText = (token) => html("bdi", { class: "token", title: visible(token) }, visible(token));
-
-  // --- the heads and their values ------------------------------------------------------------------------------------
-
-  const heads = record.heads;
-  const layers = [...new Set(heads.map((h) => h.layer))].sort((a, b) => a - b);
-  const columns = [...new Set(heads.map((h) => h.head))].sort((a, b) => a - b);
-  const place = (h) => `L${h.layer}H${h.head}`;
-  const indexOf = new Map(heads.map((h, i) => [place(h), i]));
-  const placed = new Map((comparing ? other.heads : []).map((h, i) => [place(h), i]));
-  const twinIndex = heads.map((h) => placed.get(place(h))); // the same head in the other record
-  const twin = twinIndex.map((i) => other?.heads[i]);
-  const known_names = Object.keys(METRICS);
-  const rank = (name) => (known_names.indexOf(name) + 1 || known_names.length + 1);
-  const statistics = record.statistics
-    .filter((name) => heads.some((h) => h.mean[name] !== null && h.mean[name] !== undefined))
-    .sort((a, b) => rank(a) - rank(b));
-  const findingsOf = heads.map(() => []);
-  for (const f of record.findings) findingsOf[indexOf.get(place(f))]?.push(f);
-  const grave = ["alarm", "warning", "note"];
-  const names = comparing ? distinctNames() : [];
-
-  function distinctNames() {
-    const [a, b] = [record, other].map((r) => String(r.provenance?.model ?? "model"));
-    return a === b ? [`${a} (first)`, `${b} (second)`] : [a, b];
-  }
-
-  const inFirst = (i, name, kind) => heads[i][kind]?.[name] ?? null;
-  const inSecond = (i, name, kind) => twin[i]?.[kind]?.[name] ?? null;
-  function difference(i, name, kind) {
-    const [a, b] = [inFirst(i, name, kind), inSecond(i, name, kind)];
-    return a === null || b === null ? null : b - a;
-  }
-  const reader = { first: inFirst, second: inSecond, difference };
-  const valueOf = (i) => reader[state.view](i, state.metric, state.kind);
-
-  // How the values of the chosen metric become colours: {low, high, table, share(value)}.
-  function scaleOf(name, kind, view) {
-    const all = heads.map((_, i) => i);
-    if (view === "difference") {
-      const most = Math.max(...known(all.map((i) => difference(i, name, kind))).map(Math.abs), 0) || 1;
-      return { low: -most, high: most, table: dark.matches ? BERLIN : VIK, share: (v) => (v + most) / (2 * most) };
-    }
-    const found = known(all.flatMap((i) => (comparing ? [inFirst(i, name, kind), inSecond(i, name, kind)] : [inFirst(i, name, kind)])));
-    let [low, high] = found.length ? [Math.min(...found), Math.max(...found)] : [0, 1];
-    const range = state.stretch ? null : metric(name).range;
-    if (range === "share") [low, high] = [0, 1];
-    if (range === "zero") low = Math.min(0, low);
-    if (low === high) high = low + 1;
-    return { low, high, table: VIRIDIS, share: (v) => (v - low) / (high - low) };
-  }
+  const {
+    comparing, metric, withUnit, heads, layers, columns, place, indexOf, statistics, findingsOf, names, inFirst, inSecond, difference,
+    valueOf, scaleOf, state,
+  } = model;
+  const { drawPanel, tag } = panel;
+  const { record, other, other_verdict, obstacle } = data;
+  const severities = ["alarm", "warning", "note"];
 
   // --- state ---------------------------------------------------------------------------------------------------------
-
-  const state = {
-    metric: statistics.includes("normalized_entropy") ? "normalized_entropy" : statistics[0],
-    kind: "mean",
-    view: "first",
-    stretch: false, // colours over the values found, not over all that are possible
-    selected: 0,
-    cursor: null, // the head under the pointer or the arrow keys, in every view
-    reading: 0, // the query shown in the window
-    sort: { column: "place", down: false },
-    rule: "",
-    all: false,
-  };
 
   function setCursor(i) {
     state.cursor = i;
@@ -198,7 +95,7 @@
     event.preventDefault();
   }
 
-  // The cursor is one head, shown in the map, the scatter, the table and in words.
+  // Show the head at the cursor in the map, the scatter plot, the table and as text.
   function markCursor() {
     const i = state.cursor;
     const put = (mark, target, names_) => {
@@ -238,7 +135,7 @@
     const most = Math.max(...known(both.map((p) => p[1])), 0.1);
     const high = ticks(0, most, 4).at(-1) < most ? most * 1.05 : most;
     const X = (v) => left + v * (width - left - right);
-    const Y = (v) => top + (1 - Math.sqrt(Math.max(v, 0) / high)) * (height - top - bottom); // roots spread the many small ones
+    const Y = (v) => top + (1 - Math.sqrt(Math.max(v, 0) / high)) * (height - top - bottom); // the root scale spreads small values
     const marks = ticks(0, Math.sqrt(high), 4).map((r) => Number((r * r).toPrecision(2)));
     points = heads.map((h, i) => {
       const [x, y] = both[i];
@@ -271,193 +168,6 @@
       svg("text", { x: 12, y: top + (height - top - bottom) / 2, "text-anchor": "middle", transform: `rotate(-90 12 ${top + (height - top - bottom) / 2})` }, "mean score variance (root scale)"),
       points, pointMarks));
     if (statistics.includes("first_key_mass")) drawLegend($("scatter-legend"), VIRIDIS, "mean weight on the first key (sink)", [[0, "0"], [0.5, "0.5"], [1, "1"]]);
-  }
-
-  // --- one head ------------------------------------------------------------------------------------------------------
-
-  const inView = () => (state.view === "second" ? other : record);
-  const seat = () => (state.view === "second" ? twinIndex[state.selected] : state.selected);
-
-  function drawPanel() {
-    const i = state.selected;
-    const h = heads[i];
-    $("panel-title").textContent = `Layer ${h.layer}, head ${h.head}${comparing ? ` · ${state.view === "second" ? names[1] : names[0]}` : ""}`;
-    const main = ["entropy", "normalized_entropy", "score_variance", "first_key_mass", "max_scores", "relative_norm"].filter((name) => statistics.includes(name));
-    const read = state.view === "second" ? inSecond : inFirst;
-    $("numbers").replaceChildren(...main.map((name) => html("div", {}, html("b", {}, show(read(i, name, "mean"))), html("span", {}, withUnit(name)))));
-    const found = inView().findings.filter((f) => f.layer === h.layer && f.head === h.head);
-    $("panel-findings").replaceChildren(...found.map((f) => html("li", {}, tag(f), ` ${f.message}`)));
-    drawPosition();
-    drawPath();
-    drawWindow();
-    drawTop();
-    drawStatistics();
-  }
-
-  const tag = (f) => html("span", { class: `tag ${f.severity}` }, f.rule);
-
-  function drawPosition() {
-    const positions = record.positions;
-    $("position-figure").hidden = !positions || !Object.keys(positions.values ?? {}).length;
-    if ($("position-figure").hidden) return;
-    const name = $("position-statistic").value;
-    const bins = positions.rows.map((_, i) => i);
-    // The last bin may reach beyond the longest sequence.
-    const longest = record.provenance?.longest ?? Infinity;
-    const end = (i) => Math.max(positions.edges[i] + 1, Math.min(positions.edges[i + 1] ?? 0, longest));
-    const span = (i) => {
-      const [from, to] = [positions.edges[i], end(i)];
-      return positions.edges[i + 1] === undefined ? `${from}+` : to - from <= 1 ? `${from}` : `${from}–${to - 1}`;
-    };
-    // Logarithmic in the number of keys so far: the null of a causal model is a straight line.
-    const middle = bins.map((i) => (positions.edges[i] + end(i) - 1) / 2);
-    const along = (v) => (middle.at(-1) > 0 ? Math.log1p(v) / Math.log1p(middle.at(-1)) : 0.5);
-    const x = middle.map(along);
-    const marks = [0, 1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144].filter((v) => v <= middle.at(-1));
-    const series = [{ name: comparing ? names[0] : "this head", style: "first", values: positions.values[name][state.selected] }];
-    if (comparing && sameBins()) series.push({ name: names[1], style: "second", values: (other.positions.values[name]?.[twinIndex[state.selected]] ?? []).slice(0, bins.length) });
-    if (name === "entropy") series.push({ name: "null: all keys alike", style: "null", dashed: true, values: positions.null_entropy[state.selected] });
-    drawLines($("position"), {
-      x, series, start: bins.length - 1, at: (i) => `position ${span(i)}`, xTitle: "position of the query (log scale)", yTitle: withUnit(name),
-      marks: marks.filter((_, k) => marks.length < 7 || k % 2 === 0).map((v) => [along(v), String(v)]),
-    });
-  }
-  // One text may be longer than the other; bins that both have must be the same.
-  const sameBins = () => {
-    const [a, b] = [record, other].map((r) => r.positions?.edges ?? []);
-    const both = Math.min(a.length, b.length);
-    return both > 1 && a.slice(0, both - 1).every((edge, i) => edge === b[i]);
-  };
-
-  const PATHS = { entropy: "entropy (nats)", expected_score: "expected score" };
-  function drawPath() {
-    const paths = record.paths;
-    $("path-figure").hidden = !paths;
-    if (!paths) return;
-    const name = $("path-statistic").value;
-    const logs = paths.temperature.map(Math.log);
-    const x = logs.map((v) => (v - logs[0]) / (logs.at(-1) - logs[0] || 1));
-    const series = [{ name: comparing ? names[0] : "this head", style: "first", values: paths[name][state.selected] }];
-    const same = comparing && JSON.stringify(other.paths?.temperature) === JSON.stringify(paths.temperature);
-    if (same) series.push({ name: names[1], style: "second", values: other.paths[name]?.[twinIndex[state.selected]] ?? [] });
-    drawLines($("path"), {
-      x, series, start: logs.reduce((best, v, i) => (Math.abs(v) < Math.abs(logs[best]) ? i : best), 0), at: (i) => `τ = ${paths.temperature[i]}`, xTitle: `temperature τ (1: the model's own)${paths.rows ? `, ${plural(paths.rows, "sampled row")}` : ""}`, yTitle: PATHS[name] ?? name,
-      fromZero: name === "entropy", marks: x.map((share, i) => [share, String(paths.temperature[i])]),
-    });
-  }
-
-  function drawTop() {
-    const top = inView().top_keys;
-    $("top-figure").hidden = !top || !top.queries.length;
-    if ($("top-figure").hidden) return;
-    const kept = Math.max(top.queries.indexOf(Number($("query").value)), 0);
-    const at = $("query").options.length ? kept : top.queries.length - 1;
-    $("query").replaceChildren(...top.queries.map((q, k) => option(q, `${q} ${visible(top.tokens[q])}`, k === at)));
-    const [keys, weights] = [top.keys[seat()][at], top.weights[seat()][at]];
-    const rows = keys.map((key, k) => [key, weights[k]]).filter(([, weight]) => weight >= 5e-4);
-    $("top").replaceChildren(...rows.map(([key, weight]) => {
-      const bar = html("span", { class: "bar" });
-      bar.style.width = `${Math.max(100 * weight, 0.5)}%`;
-      return html("li", {}, html("span", { class: "place" }, key), tokenText(top.tokens[key]), html("span", {}, bar), html("span", { class: "number" }, show(weight)));
-    }), rows.length < keys.length ? html("li", { class: "hint rest" }, rows.length ? "The others get less than 0.0005 each." : "No key gets 0.0005 or more.") : "");
-  }
-
-  function windowWeights() {
-    const bytes = atob(inView().window.weights[seat()]);
-    return (q, k, size) => (bytes.charCodeAt(q * size + k) / 255) ** 2; // stored as round(255 * sqrt(p))
-  }
-
-  const MARGIN = 10; // right of the matrix, where a triangle points at the query that is read
-
-  function drawWindow() {
-    const view = inView().window;
-    $("window-figure").hidden = $("strip-figure").hidden = !view || !view.tokens.length;
-    if ($("window-figure").hidden) return;
-    const size = view.tokens.length;
-    const weight = windowWeights();
-    const canvas = $("window");
-    const cell = Math.max(3, Math.floor((Math.min(widthOf(canvas.parentElement), 420) - MARGIN) / size));
-    const ratio = window.devicePixelRatio || 1;
-    [canvas.width, canvas.height] = [cell * size + MARGIN, cell * size].map((length) => Math.round(length * ratio));
-    canvas.style.width = `${cell * size + MARGIN}px`;
-    canvas.style.height = `${cell * size}px`;
-    const pen = canvas.getContext("2d");
-    pen.scale(ratio, ratio);
-    const css = getComputedStyle(document.documentElement);
-    const all = view.tokens.map((_, i) => i);
-    const causal = all.every((q) => all.every((k) => k <= q || weight(q, k, size) === 0));
-    for (const q of all) {
-      for (const k of causal ? all.slice(0, q + 1) : all) {
-        pen.fillStyle = colour(VIRIDIS, Math.sqrt(weight(q, k, size)));
-        pen.fillRect(k * cell, q * cell, cell, cell);
-      }
-    }
-    state.reading = Math.min(state.reading || size - 1, size - 1);
-    const tip = [(causal ? state.reading + 1 : size) * cell + 1, (state.reading + 0.5) * cell];
-    pen.fillStyle = css.getPropertyValue("--ink");
-    pen.beginPath();
-    pen.moveTo(...tip);
-    pen.lineTo(tip[0] + 8, tip[1] - 5);
-    pen.lineTo(tip[0] + 8, tip[1] + 5);
-    pen.fill();
-    drawLegend($("window-legend"), VIRIDIS, "weight (root scale); queries ↓ read keys →", [0, 0.25, 0.5, 0.75, 1].map((r) => [r, tickText(Number((r * r).toPrecision(2)))]));
-    const strip = view.tokens.map((token, k) => {
-      const button = html("button", { type: "button", "aria-pressed": k === state.reading, tabindex: k === state.reading ? 0 : -1, title: `position ${view.start + k}: ${show(weight(state.reading, k, size))}`, onclick: () => pick(k), onkeydown: stripKey }, tokenText(token));
-      const share = Math.sqrt(weight(state.reading, k, size));
-      button.style.backgroundColor = share > 0 ? `color-mix(in srgb, var(--first) ${Math.round(70 * share)}%, transparent)` : "";
-      return button;
-    });
-    $("strip").replaceChildren(...strip);
-    readWindow(state.reading, null);
-  }
-
-  function readWindow(q, k) {
-    const view = inView().window;
-    const size = view.tokens.length;
-    const name = (i) => `${view.start + i} “${visible(view.tokens[i])}”`;
-    const weight = windowWeights();
-    if (k === null) {
-      for (let j = 0, most = -1; j < size; j++) if (weight(q, j, size) > most) [k, most] = [j, weight(q, j, size)];
-      $("window-readout").textContent = `${name(q)} reads ${name(k)} most: ${show(weight(q, k, size))}`;
-    } else $("window-readout").textContent = `${name(q)} reads ${name(k)}: ${show(weight(q, k, size))}`;
-  }
-
-  function pick(q, { focus = true } = {}) {
-    state.reading = q;
-    drawWindow();
-    if (focus) $("strip").children[q]?.focus();
-  }
-
-  function stripKey(event) {
-    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (step === undefined) return;
-    event.preventDefault();
-    pick(Math.min(Math.max(state.reading + step, 0), inView().window.tokens.length - 1));
-  }
-
-  function windowAt(event) {
-    const box = $("window").getBoundingClientRect();
-    const size = inView().window.tokens.length;
-    const index = (offset, length) => Math.min(Math.max(Math.floor((offset / length) * size), 0), size - 1);
-    return [index(event.clientY - box.top, box.height), index(event.clientX - box.left, box.width - MARGIN)];
-  }
-
-  function windowKey(event) {
-    const move = { ArrowUp: -1, ArrowDown: 1 }[event.key];
-    if (move === undefined) return;
-    event.preventDefault();
-    pick(Math.min(Math.max(state.reading + move, 0), inView().window.tokens.length - 1), { focus: false });
-  }
-
-  function drawStatistics() {
-    const i = state.selected;
-    const kinds = [...$("kind").options].map((choice) => [choice.value, choice.text]);
-    const sides = comparing ? [[inFirst, names[0]], [inSecond, names[1]]] : [[inFirst, ""]];
-    const title = sides.flatMap(([, name]) => kinds.map(([, word]) => html("th", { scope: "col" }, name ? `${word}, ${name}` : word)));
-    $("statistics").replaceChildren(
-      html("thead", {}, html("tr", {}, html("th", { scope: "col" }, "statistic"), title)),
-      html("tbody", {}, statistics.map((name) => html("tr", {}, html("th", { scope: "row" }, withUnit(name)),
-        sides.flatMap(([read]) => kinds.map(([kind]) => html("td", {}, show(read(i, name, kind)))))))));
   }
 
   // --- findings ------------------------------------------------------------------------------------------------------
@@ -504,7 +214,7 @@
     const order = heads.map((_, i) => i).filter((i) => !state.rule || findingsOf[i].some((f) => f.rule === state.rule));
     order.sort((a, b) => {
       const [x, y] = [read(a), read(b)];
-      if (x === null || y === null) return (x === null) - (y === null) || a - b; // unknown values last, either way
+      if (x === null || y === null) return (x === null) - (y === null) || a - b; // unknown values last in both directions
       return (down ? y - x : x - y) || a - b;
     });
     const limit = state.all ? order.length : Math.min(order.length, 200);
@@ -526,7 +236,7 @@
   }
 
   function sortBy(column) {
-    // Numbers are first asked for with the largest on top.
+    // The first click on a column of numbers puts the largest on top.
     const down = state.sort.column === column ? !state.sort.down : column !== "place";
     state.sort = { column, down };
     drawTable();
@@ -534,13 +244,13 @@
     $("table").querySelector(`[data-column="${CSS.escape(column)}"]`).focus();
   }
 
-  // --- the comparison and where it all comes from --------------------------------------------------------------------
+  // --- the comparison and the provenance ------------------------------------------------------------------------------
 
   function drawComparison() {
     if (other === null) return;
     $("comparison").hidden = false;
     $("compared").hidden = false;
-    $("compared").dataset.severity = grave.find((s) => other.findings.some((f) => f.severity === s)) ?? "note";
+    $("compared").dataset.severity = severities.find((s) => other.findings.some((f) => f.severity === s)) ?? "note";
     $("compared").textContent = `Compared with ${other.provenance?.model ?? "another model"}. ${other_verdict}`;
     if (!comparing) {
       $("comparison-message").hidden = false;
@@ -583,12 +293,10 @@
     $("facts").textContent = [plural(layers.length, "layer"), `${plural(columns.length, "head")} each`, p.tokens ? `${p.tokens.toLocaleString("en")} tokens of ${p.text ?? "text"}` : null, p.problem, p.date ? String(p.date).slice(0, 10) : null].filter(Boolean).join(" · ");
   }
 
-  // --- begin ---------------------------------------------------------------------------------------------------------
+  // --- start ---------------------------------------------------------------------------------------------------------
 
   $("metric").append(...statistics.map((name) => option(name, metric(name).label, name === state.metric)));
   $("rule").append(option("", "any or none"), ...[...new Set(record.findings.filter((f) => f.layer !== null).map((f) => f.rule))].map((rule) => option(rule, rule)));
-  $("position-statistic").append(...Object.keys(record.positions?.values ?? {}).map((name) => option(name, withUnit(name), name === "entropy")));
-  $("path-statistic").append(...Object.keys(PATHS).filter((name) => record.paths?.[name]).map((name) => option(name, PATHS[name])));
   for (const choice of [...$("kind").options]) if (!heads.some((h) => h[choice.value])) choice.remove();
   if (comparing) {
     $("view-label").hidden = false;
@@ -606,32 +314,16 @@
   $("stretch").addEventListener("change", () => { state.stretch = $("stretch").checked; drawMap(); markCursor(); });
   $("rule").addEventListener("change", () => { state.rule = $("rule").value; drawTable(); markCursor(); });
   $("more").addEventListener("click", () => { state.all = true; drawTable(); markCursor(); });
-  $("position-statistic").addEventListener("change", drawPosition);
-  $("path-statistic").addEventListener("change", drawPath);
-  $("query").addEventListener("change", drawTop);
-  $("window").addEventListener("pointermove", (event) => readWindow(...windowAt(event)));
-  $("window").addEventListener("pointerleave", () => readWindow(state.reading, null));
-  $("window").addEventListener("click", (event) => pick(windowAt(event)[0], { focus: false }));
-  $("window").addEventListener("keydown", windowKey);
   addEventListener("hashchange", fromAddress);
-  const redraw = () => { repaint(); drawPanel(); };
-  dark.addEventListener("change", redraw);
-  let width = innerWidth;
-  let pending = 0;
-  addEventListener("resize", () => {
-    if (innerWidth === width) return; // a phone's address bar coming and going
-    width = innerWidth;
-    cancelAnimationFrame(pending);
-    pending = requestAnimationFrame(redraw);
-  });
+  onLayoutChange(() => { repaint(); drawPanel(); });
 
   drawComparison();
   drawProvenance();
   drawFindings();
   repaint();
-  const gravest = grave.flatMap((s) => record.findings.filter((f) => f.severity === s && indexOf.has(place(f))))[0];
+  const worst = severities.flatMap((s) => record.findings.filter((f) => f.severity === s && indexOf.has(place(f))))[0];
   if (!fromAddress()) {
-    state.selected = gravest ? indexOf.get(place(gravest)) : 0;
+    state.selected = worst ? indexOf.get(place(worst)) : 0;
     drawPanel();
     setCursor(state.selected);
   }

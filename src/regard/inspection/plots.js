@@ -1,7 +1,29 @@
 "use strict";
-// What the pages draw with: numbers in words, elements, colours, line charts. Text only ever becomes text nodes and
-// attributes, never markup.
+// What both pages use: the embedded data, numbers as text, elements, colours, line charts, and redrawing. Text becomes
+// text nodes and attributes only, never markup.
 const plots = (() => {
+  // --- the page ------------------------------------------------------------------------------------------------------
+
+  const $ = (id) => document.getElementById(id);
+  const data = JSON.parse($("data").textContent); // all that is drawn
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+
+  // Calls redraw when the width of the window or the colour scheme changes.
+  function onLayoutChange(redraw) {
+    let width = innerWidth;
+    let pending = 0;
+    addEventListener("resize", () => {
+      if (innerWidth === width) return; // only the height changes when a phone's address bar appears
+      width = innerWidth;
+      cancelAnimationFrame(pending);
+      pending = requestAnimationFrame(redraw);
+    });
+    dark.addEventListener("change", redraw);
+  }
+
+  // The label, range and description of a statistic; an unknown one is labelled by its name.
+  const metricOf = (table) => (name) => table[name] ?? { label: name.replaceAll("_", " "), about: "" };
+
   // --- words and numbers ---------------------------------------------------------------------------------------------
 
   function show(value) {
@@ -34,11 +56,10 @@ const plots = (() => {
 
   // --- colours -------------------------------------------------------------------------------------------------------
 
-  // viridis; and vik / berlin (F. Crameri) for differences on a light / dark ground: each perceptually uniform.
+  // viridis, and vik / berlin (F. Crameri) for differences on a light / dark background: all perceptually uniform.
   const VIRIDIS = ["440154", "481a6c", "472f7d", "414487", "39568c", "31688e", "2a788e", "23888e", "1f988b", "22a884", "35b779", "54c568", "7ad151", "a5db36", "d2e21b", "fde725"];
   const VIK = ["001261", "033e7d", "1e6f9d", "71a8c4", "c9dde7", "ebe5e0", "eacebd", "d39774", "be6533", "8b2706", "590008"];
   const BERLIN = ["9eb0ff", "5ba4db", "2d75a0", "1a4256", "12202a", "191716", "2c1108", "501803", "8a3f2a", "c4756a", "ffacac"];
-  const dark = matchMedia("(prefers-color-scheme: dark)");
 
   function colour(table, share) {
     const at = Math.min(Math.max(share, 0), 1) * (table.length - 1);
@@ -75,8 +96,9 @@ const plots = (() => {
   }
 
   // A line chart. x: places from 0 to 1; marks: [[place, text]]; series: [{name, style, dashed, values}]; bands: [{name,
-  // style, low, high}] are areas; levels: [[value, text]] and events: [[place, style]] are lines across and down. Who
-  // moves the reading is told by onread; what is returned moves it.
+  // style, low, high}] are areas; levels: [[value, text]] are horizontal lines and events: [[place, style]] vertical
+  // ones. The pointer and the arrow keys move the crosshair, or call onread instead. The function that is returned moves
+  // the crosshair to a point.
   function drawLines(host, { x, at, marks, xTitle, yTitle, series, start, fromZero = true, ceiling = null, height = 200, log = false, bands = [], levels = [], events = [], onread = null }) {
     const [width, left, right, top, bottom] = [widthOf(host), 44, 12, 22, 36];
     const values = known([...series.flatMap((s) => s.values), ...bands.flatMap((b) => [...b.low, ...b.high]), ...levels.map(([v]) => v)]);
@@ -94,15 +116,15 @@ const plots = (() => {
     const along = log ? (v) => Math.log10(v / low) / Math.log10(high / low) : (v) => (v - low) / (high - low);
     const X = (share) => left + share * (width - left - right);
     const Y = (value) => top + (1 - along(value)) * (height - top - bottom);
-    const there = (v) => Number.isFinite(v) && v !== null;
+    const present = (v) => Number.isFinite(v) && v !== null;
     const lines = series.map((s) => {
-      const points = s.values.map((v, i) => (there(v) ? [X(x[i]), Y(v)] : null));
+      const points = s.values.map((v, i) => (present(v) ? [X(x[i]), Y(v)] : null));
       const path = points.map((p, i) => (p === null ? "" : `${points[i - 1] ? "L" : "M"}${p[0].toFixed(1)},${p[1].toFixed(1)}`)).join("");
       const dots = s.dashed || points.length > 24 ? [] : points.filter((p) => p).map(([cx, cy]) => svg("circle", { class: `dot ${s.style}`, cx, cy, r: 2.5 }));
       return [svg("path", { class: `line ${s.style}${s.dashed ? " dashed" : ""}`, d: path }), dots];
     });
     const areas = bands.map((b) => {
-      const found = x.map((share, i) => [share, b.low[i], b.high[i]]).filter(([, l, h]) => there(l) && there(h));
+      const found = x.map((share, i) => [share, b.low[i], b.high[i]]).filter(([, l, h]) => present(l) && present(h));
       const edge = [...found.map(([share, , h]) => [share, h]), ...found.toReversed().map(([share, l]) => [share, l])];
       return svg("path", { class: `band ${b.style}`, d: edge.length ? `M${edge.map(([share, v]) => `${X(share).toFixed(1)},${Y(v).toFixed(1)}`).join("L")}Z` : "" });
     });
@@ -147,7 +169,7 @@ const plots = (() => {
   }
 
   return {
-    show, signed, plural, known, mean, html, svg, option, VIRIDIS, VIK, BERLIN, dark, colour, widthOf, ticks, tickText,
+    $, data, onLayoutChange, metricOf, show, signed, plural, known, mean, html, svg, option, VIRIDIS, VIK, BERLIN, dark, colour, widthOf, ticks, tickText,
     drawLegend, drawLines,
   };
 })();

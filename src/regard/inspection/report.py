@@ -1,5 +1,9 @@
-"""The reports: one HTML file each that needs nothing else. page.* (of an inspection) or training.* (of a training run)
-are joined here with plots.js, page.css and the record, and a page computes nothing that the record does not hold."""
+"""The reports: one HTML file each, which loads nothing else.
+
+The page of an inspection is made of page.html, page.css, plots.js, heads.js, panel.js and page.js; the page of a training run of
+training.html, page.css, plots.js and training.js. The record is embedded as JSON, and the scripts draw it: all
+statistics are computed in Python.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,15 @@ from collections import Counter
 from importlib import resources
 from typing import Any
 
-from .findings import SEVERITIES, Finding, check_format, find, verdict
+from .findings import check_format, find, verdict
+from .rules import SEVERITIES, Finding
 
 
 def to_html(record: dict[str, Any], other: dict[str, Any] | None = None) -> str:
     """The page for a record (`Inspection.to_json()` as a dict), compared with another one if given.
 
-    Nothing is loaded from anywhere, and the page's own policy forbids it; text from the record is shown, never run.
-    Findings are taken from the record; where it has none, the rules are applied with their default thresholds.
+    The page loads nothing, and its content security policy forbids it. Text of the record is shown, never executed.
+    The findings are those of the record; if it has none, the rules are applied with their default thresholds.
     """
     check_format(record)
     found = _findings(record)
@@ -35,22 +40,22 @@ def to_html(record: dict[str, Any], other: dict[str, Any] | None = None) -> str:
         "severity": next((s for s in SEVERITIES if any(f.severity == s for f in found)), "note"),
         "verdict": html.escape(verdict(record, found)),
     }
-    return _page("page", words, data)
+    return _page("page", ("plots.js", "heads.js", "panel.js", "page.js"), words, data)
 
 
 def training_html(record: dict[str, Any]) -> str:
-    """The page for a training run (`journal.read_run`): what the layers did at each sampled step, and the events."""
+    """The page for a training run (`journal.read_run`): the metrics of each layer by step, and the events."""
     about = record["about"]
     words = {
         "model": html.escape(str(about.get("checkpoint") or about.get("model") or "model")),
         "severity": next((s for s in SEVERITIES if any(e["severity"] == s for e in record["events"])), "note"),
         "verdict": html.escape(training_verdict(record)),
     }
-    return _page("training", words, record)
+    return _page("training", ("plots.js", "training.js"), words, record)
 
 
 def training_verdict(record: dict[str, Any]) -> str:
-    """One line: which rules spoke, how often, and when first."""
+    """One line: the rules with events, how many, and the first step of each."""
     events, steps = record["events"], record["steps"]
     counts = Counter(event["rule"] for event in events)
     parts = []
@@ -61,9 +66,9 @@ def training_verdict(record: dict[str, Any]) -> str:
     return f"{'; '.join(parts)}." if parts else f"Nothing alarming in {span}."
 
 
-def _page(name: str, words: dict[str, str], data: object) -> str:
-    """A page's parts joined, with a policy that allows its own script and style only."""
-    style, script = _part("page.css"), _part("plots.js") + _part(f"{name}.js")
+def _page(name: str, scripts: tuple[str, ...], words: dict[str, str], data: object) -> str:
+    """The page with its parts inserted. Its policy allows its own script and style only."""
+    style, script = _part("page.css"), "".join(map(_part, scripts))
     policy = f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'"
     parts = words | {
         "policy": f"{policy}; form-action 'none'",
@@ -71,7 +76,7 @@ def _page(name: str, words: dict[str, str], data: object) -> str:
         "script": script,
         "data": _embedded(data),
     }
-    # One pass: what is inserted is not searched for places again.
+    # One pass: inserted text is not searched for placeholders.
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _part(f"{name}.html"))
 
 
@@ -106,6 +111,6 @@ def _hash(text: str) -> str:
 
 
 def _embedded(data: object) -> str:
-    """JSON that no HTML parser takes for anything else: no "<", so neither "</script" nor "<!--"."""
+    """JSON without "<", so that an HTML parser finds neither "</script" nor "<!--" in it."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

@@ -1,14 +1,7 @@
-"""What was seen: sums per layer, head and position, from which means, tables and JSON follow.
-
-Nothing here grows with the corpus. A layer keeps, for each bin of query positions, the sum of every channel over the
-rows that fell into it, and their number; positions 0 to 15 have a bin each, then there are eight to the octave. Rows of
-padding and rows without an admissible key are not counted, nor is a row in a channel that it has no value of. Means are
-weighted by rows, maxima are maxima.
-"""
+"""`Inspection`: what was recorded, as tables, JSON, findings, the report and a run file."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -20,149 +13,48 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._validate import describe
-from ..statistics import ROW_STATISTICS
-from .findings import FORMAT, VERSION, Finding, Thresholds, find
+from ..parts import describe
+from ..statistics import NAMES
+from .findings import FORMAT, VERSION, find
+from .head_rules import Thresholds
+from .layers import DERIVED, PARTS, PATTERNS, Layer, bin_starts, with_bins
+from .numbers import json_number, json_numbers
+from .report import to_html
+from .rules import Finding
 
 if TYPE_CHECKING:
     import pandas
 
-EXACT = 16  # positions with a bin of their own
-PER_OCTAVE = 8
-
-# Beside the statistics asked for: what every inspection keeps.
-DERIVED = ("output_norm", "log_keys", "normalized_entropy")
+# The statistics that the report shows by position.
 PROFILES = ("entropy", "normalized_entropy", "kl", "score_variance", "max_weight", "first_key_mass", "output_norm")
-# On request: mean weight on the query's own key, the one before it, and those that follow an earlier copy of its token.
-PATTERNS = ("self_token", "previous_token", "induction")
-
-
-def position_bins(positions: Tensor) -> Tensor:
-    """The bin of each position (an integer tensor)."""
-    octaves = (positions.clamp(min=EXACT).double() / EXACT).log2()
-    beyond = EXACT + (octaves * PER_OCTAVE + 1e-9).floor().long()  # 2^k begins a bin, whatever log2 rounds to
-    return torch.where(positions < EXACT, positions, beyond)
-
-
-def bin_starts(bins: int) -> list[int]:
-    """The first position of each bin, and of the one after the last."""
-    starts = list(range(min(bins + 1, EXACT)))
-    starts += [math.ceil(EXACT * 2 ** ((b - EXACT) / PER_OCTAVE) - 1e-9) for b in range(EXACT, bins + 1)]
-    return starts
-
-
-@dataclass(eq=False)
-class Layer:
-    """The sums of one attention module."""
-
-    name: str
-    index: int
-    heads: int
-    channels: tuple[str, ...]
-    sums: Tensor  # [bins, C, H] float64
-    counts: Tensor  # [bins, C, H], rows that have a value
-    rows: Tensor  # [bins, H], all rows counted
-    maxima: Tensor  # [C, H]
-    key_sums: Tensor  # [bins, H], mass received, by the position of the key (empty: not asked for)
-    key_viewers: Tensor  # [bins, H], queries that might have sent some
-    calls: int = 0
-
-    @classmethod
-    def empty(cls, name: str, index: int, heads: int, channels: tuple[str, ...]) -> Layer:
-        zeros = torch.zeros(0, heads, dtype=torch.float64)
-        maxima = torch.full((len(channels), heads), -math.inf, dtype=torch.float64)
-        sums = torch.zeros(0, len(channels), heads, dtype=torch.float64)
-        return cls(name, index, heads, channels, sums, sums, zeros, maxima, zeros, zeros)
-
-    def copy(self) -> Layer:
-        """What is counted so far: sums are replaced, never changed in place, so this costs nothing."""
-        return dataclasses.replace(self)
-
-    def add(self, values: dict[str, Tensor], valid: Tensor, bins: Tensor) -> None:
-        """Rows: values [B, H, Tq] by channel (NaN: no value), which rows count, and bins [B, Tq]."""
-        B, H, Tq = valid.shape
-        if self.heads != H or tuple(values) != self.channels:
-            raise ValueError(
-                f"{self.name}: expected {self.heads} heads and {self.channels}, got {H} and {tuple(values)}"
-            )
-        stacked = torch.stack([values[c] for c in self.channels])  # [C, B, H, Tq]
-        present = valid & ~stacked.isnan()
-        highest = torch.where(present, stacked, -math.inf)
-        where = bins.expand(B, Tq).reshape(-1)
-        size = int(where.max()) + 1 if where.numel() else 0
-        for name, amounts in (("sums", torch.where(present, stacked, 0.0)), ("counts", present)):
-            amounts = amounts.permute(1, 3, 0, 2).reshape(B * Tq, -1, H).double().cpu()
-            setattr(self, name, _grown(getattr(self, name), size).index_add(0, where, amounts))
-        flags = valid.permute(0, 2, 1).reshape(B * Tq, H).double().cpu()
-        self.rows = _grown(self.rows, size).index_add(0, where, flags)
-        if B * Tq:
-            self.maxima = torch.maximum(self.maxima, highest.amax((1, 3)).double().cpu())
-        self.calls += 1
-
-    def add_keys(self, mass: Tensor, viewers: Tensor, bins: Tensor) -> None:
-        """Mass received and queries that see the key, [B, H, Tk]; bins [B, Tk]."""
-        B, H, Tk = mass.shape
-        where = bins.expand(B, Tk).reshape(-1)
-        size = int(where.max()) + 1 if where.numel() else 0
-        for name, amounts in (("key_sums", mass), ("key_viewers", viewers.expand(B, H, Tk))):
-            amounts = amounts.permute(0, 2, 1).reshape(B * Tk, H).double().cpu()
-            setattr(self, name, _grown(getattr(self, name), size).index_add(0, where, amounts))
-
-    def means(self) -> dict[str, Tensor]:
-        """[H] by channel; NaN for a head of which no row was counted.
-
-        `key_mass` is the largest mean weight on a key by position, over the queries that see it; positions seen by few
-        (under a tenth of what the most visible one is seen by: the end of a causal text) do not compete.
-        """
-        means = self.sums.sum(0) / self.counts.sum(0)
-        found = dict(zip(self.channels, means, strict=True))
-        found["relative_norm"] = found["output_norm"] / found["output_norm"].mean()
-        if len(self.key_sums):
-            visible = self.key_viewers >= self.key_viewers.amax(0) / 10
-            found["key_mass"] = (self.key_sums / self.key_viewers).nan_to_num(0.0).mul(visible).amax(0)
-        return found
-
-    def profile(self) -> dict[str, Tensor]:
-        """[bins, H] by channel: the means of the rows at each position; NaN where there was none."""
-        found = dict(zip(self.channels, (self.sums / self.counts).unbind(1), strict=True))
-        if len(self.key_sums):
-            found["key_mass"] = self.key_sums / self.key_viewers
-        return found
-
-
-def _grown(tensor: Tensor, size: int) -> Tensor:
-    """With at least so many bins."""
-    if len(tensor) >= size:
-        return tensor
-    return torch.cat([tensor, tensor.new_zeros(size - len(tensor), *tensor.shape[1:])])
 
 
 @dataclass(eq=False)
 class Inspection:
-    """The attention of a model over all that it was shown, by layer, head and position."""
+    """The attention of a model over all its inputs, by layer, head and position."""
 
     statistics: tuple[str, ...]
     about: dict[str, Any] = field(default_factory=dict)  # provenance: strings and numbers
     layers: list[Layer] = field(default_factory=list)
     batches: int = 0
-    digest: str = ""  # of the batches shown so far, so that a resumed run is the same run
-    patterns: bool = False  # whether PATTERNS were kept
+    digest: str = ""  # of the batches so far: a resumed run must have the same inputs
+    patterns: bool = False  # whether the channels PATTERNS were recorded
     views: dict[str, Any] = field(default_factory=dict)  # of one sequence: "window", "top_keys", "paths" (views.py)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """What each head has a mean of."""
+        """The names of the means that each head has."""
         plain = tuple(name for name in self.statistics if name != "key_mass")
         last = ("key_mass",) if "key_mass" in self.statistics else ()
         return (*plain, *DERIVED, *(PATTERNS if self.patterns else ()), "relative_norm", *last)
 
     @property
     def rows(self) -> int:
-        """Rows counted in the layer that saw most."""
+        """The number of counted rows, in the layer that has the most."""
         return int(max((float(layer.rows.sum(0).max()) for layer in self.layers if len(layer.rows)), default=0))
 
     def mean(self, name: str) -> Tensor:
-        """[layers, heads] (NaN where a layer has fewer heads)."""
+        """[layers, heads]: the mean over rows (NaN where a layer has fewer heads)."""
         if name not in self.columns:
             raise ValueError(f"name: expected one of {', '.join(self.columns)}, got {describe(name)}")
         return self._table([layer.means()[name] for layer in self.layers])
@@ -180,7 +72,7 @@ class Inspection:
         return table
 
     def to_pandas(self) -> pandas.DataFrame:
-        """One row per layer and head: layer, head, the means, and the largest score of all."""
+        """One row per layer and head: layer, head, the means, and the largest score."""
         import pandas
 
         records = []
@@ -197,7 +89,7 @@ class Inspection:
         return pandas.DataFrame(records, columns=["layer", "head", *self.columns, *tail])
 
     def record(self, thresholds: Thresholds | None = None) -> dict[str, Any]:
-        """Everything that the report shows, as plain numbers, lists and strings; what is not a number is None."""
+        """Everything that the report shows, as numbers, lists and strings; None in place of NaN and infinities."""
         bins = max((len(layer.rows) for layer in self.layers), default=0)
         heads, null, profiles = [], [], {name: [] for name in PROFILES if name in self.columns}
         for layer in self.layers:
@@ -208,14 +100,16 @@ class Inspection:
                         "layer": layer.index,
                         "head": h,
                         "rows": int(seen[h]),
-                        "mean": {name: _number(values[h]) for name, values in means.items()},
-                        "max": {name: _number(layer.maxima[n, h]) for n, name in enumerate(layer.channels)},
+                        "mean": {name: json_number(values[h]) for name, values in means.items()},
+                        "max": {name: json_number(layer.maxima[n, h]) for n, name in enumerate(layer.channels)},
                     }
                 )
                 for name, found in (*profiles.items(), ("log_keys", null)):
                     own = profile[name][:, h]
-                    found.append(_numbers(torch.cat([own, own.new_full((bins - len(own),), math.nan)])))
-        rows = sum((_grown(layer.rows, bins).sum(1) for layer in self.layers), torch.zeros(bins, dtype=torch.float64))
+                    found.append(json_numbers(torch.cat([own, own.new_full((bins - len(own),), math.nan)])))
+        rows = sum(
+            (with_bins(layer.rows, bins).sum(1) for layer in self.layers), torch.zeros(bins, dtype=torch.float64)
+        )
         share = len(heads) or 1
         record = {
             "format": FORMAT,
@@ -238,17 +132,15 @@ class Inspection:
         return json.dumps(self.record(thresholds), allow_nan=False)
 
     def findings(self, thresholds: Thresholds | None = None) -> list[Finding]:
-        """What the named rules say of the heads, gravest first."""
+        """What the named rules find in the heads, the most severe first."""
         return find(self.record(), thresholds)
 
     def to_html(self, other: Inspection | None = None, thresholds: Thresholds | None = None) -> str:
-        """The report: one page that needs nothing else, comparing this inspection with another if given."""
-        from .report import to_html
-
+        """The report as one HTML page that loads nothing else. With `other` it compares the two inspections."""
         return to_html(self.record(thresholds), None if other is None else other.record(thresholds))
 
     def summary(self) -> str:
-        """A few lines for a terminal: each layer's means over its heads, and the extremes."""
+        """A few lines for a terminal: the means of each layer over its heads, and the largest score."""
         shown = [
             n
             for n in ("entropy", "normalized_entropy", "max_weight", "first_key_mass", "max_scores")
@@ -266,17 +158,17 @@ class Inspection:
             lines.append(f"largest score: {float(self.maximum('max_scores').nan_to_num(-math.inf).max()):.4g}")
         return "\n".join(lines)
 
-    # --- the run file: one safetensors file, its header carries the JSON ----------------------------------------------
+    # --- the run file: one safetensors file whose header contains the JSON --------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write everything to one file (safetensors, no pickle); one of that name is replaced at once or not at all."""
+        """Write everything to one file (safetensors, no pickle). An existing file is replaced in one step, or kept."""
         from safetensors.torch import save_file
 
         path = Path(path)
         tensors = {
             f"{n}.{part}": getattr(layer, part).contiguous().clone()
             for n, layer in enumerate(self.layers)
-            for part in _PARTS
+            for part in PARTS
         }
         tensors["version"] = torch.ones(1, dtype=torch.int64)
         header = {
@@ -291,12 +183,12 @@ class Inspection:
         part = path.with_name(path.name + ".part")
         save_file(tensors, part, metadata={"regard.inspection": json.dumps(header)})
         with part.open("rb") as written:
-            os.fsync(written.fileno())  # its content before its name, also where the power fails
+            os.fsync(written.fileno())  # the content is on disk before the name is, also if the power fails
         part.replace(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Inspection:
-        """What `save` wrote."""
+        """Read a file that `save` wrote."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -306,23 +198,10 @@ class Inspection:
                     raise ValueError(f"path: expected a file written by Inspection.save, got {str(path)!r}")
                 layers = []
                 for n, (name, index, heads, channels, calls) in enumerate(header["layers"]):
-                    tensors = {part: file.get_tensor(f"{n}.{part}") for part in _PARTS}
+                    tensors = {part: file.get_tensor(f"{n}.{part}") for part in PARTS}
                     layers.append(Layer(name, index, heads, tuple(channels), calls=calls, **tensors))
-            statistics = tuple(name for name in ROW_STATISTICS if name in header["statistics"])
+            statistics = tuple(name for name in NAMES if name in header["statistics"])
             rest = (header[part] for part in ("batches", "digest", "patterns", "views"))
             return cls(statistics, header["about"], layers, *rest)
         except (SafetensorError, KeyError, TypeError) as error:
             raise ValueError(f"path: expected a file written by Inspection.save, got {str(path)!r} ({error})") from None
-
-
-_PARTS = ("sums", "counts", "rows", "maxima", "key_sums", "key_viewers")
-
-
-def _number(value: float | Tensor) -> float | None:
-    """To five digits; what JSON cannot say is None."""
-    value = float(value)
-    return float(f"{value:.5g}") if math.isfinite(value) else None
-
-
-def _numbers(tensor: Tensor) -> list[Any]:
-    return [_number(value) for value in tensor.tolist()]

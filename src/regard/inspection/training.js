@@ -1,22 +1,22 @@
-// The views of a training run, drawn from the record in #data and nothing else. One state: the sample that is read, the
-// layer, the metric; setCursor moves the reading in every view.
+// The page of a training run. One state: the sample at the cursor, the layer, the metric. setCursor moves the cursor in
+// every view.
 (() => {
-  const { show, plural, known, html, svg, option, VIRIDIS, colour, widthOf, ticks, tickText, drawLegend, drawLines } = plots;
-  const record = JSON.parse(document.getElementById("data").textContent);
-  const $ = (id) => document.getElementById(id);
+  const {
+    $, data: record, onLayoutChange, metricOf, show, plural, known, html, svg, option, VIRIDIS, colour, widthOf, ticks, tickText, drawLegend, drawLines,
+  } = plots;
 
-  // share: from 0 to 1; zero: from 0 up; neither: the range found.
+  // range: "share" is 0 to 1, "zero" is from 0 up, none is the range of the values.
   const METRICS = {
     entropy_norm: { label: "entropy / log n", range: "share", about: "Entropy as a share of its maximum over the keys a query may read, mean over queries." },
-    entropy: { label: "entropy (nats)", range: "zero", about: "−Σ p log p: 0 when a query reads one key, log n when it reads all n alike." },
-    max_score: { label: "largest score", about: "Largest score that any query of the layer gives to a key. Above 100 training is in danger." },
+    entropy: { label: "entropy (nats)", range: "zero", about: "−Σ p log p: 0 if a query reads one key, log n if it reads all n keys equally." },
+    max_score: { label: "largest score", about: "Largest score that any query of the layer gives to a key. Above 100 the training may diverge." },
     max_weight: { label: "largest weight", range: "share", about: "Weight of the key that a query reads most, mean over queries." },
-    score_variance: { label: "score variance", range: "zero", about: "Variance of the scores under the weights: how much the entropy answers to the temperature." },
-    first_key_mass: { label: "weight on the first key", range: "share", about: "The attention sink: weight parked on the first key." },
-    output_norm: { label: "output norm", range: "zero", about: "Norm of what a head gives out, mean over queries." },
+    score_variance: { label: "score variance", range: "zero", about: "Variance of the scores under the weights: how strongly the entropy changes with the temperature." },
+    first_key_mass: { label: "weight on the first key", range: "share", about: "The attention sink: the weight on the first key." },
+    output_norm: { label: "output norm", range: "zero", about: "Norm of a head's output, mean over queries." },
   };
   const KINDS = { p10: "10 % quantile", p50: "median", p90: "90 % quantile", min: "lowest head", max: "highest head", all: "largest" };
-  const metric = (name) => METRICS[name] ?? { label: name.replaceAll("_", " "), about: "" };
+  const metric = metricOf(METRICS);
   const kindName = (kind) => KINDS[kind] ?? kind;
 
   const { steps, layers, values, metrics, events } = record;
@@ -26,7 +26,7 @@
   const kindsOf = (name) => Object.keys(KINDS).filter((kind) => kind in metrics[name]).concat(Object.keys(metrics[name]).filter((kind) => !(kind in KINDS)));
   const state = { cursor: steps.length - 1, layer: 0, metric: names[0], kind: kindsOf(names[0])[0], stretch: false };
 
-  // Places along the axis of steps, which the charts and the map share.
+  // Places along the axis of steps, for the charts and the map.
   const [first, last] = [steps[0], steps.at(-1)];
   const place = (step) => (last > first ? (step - first) / (last - first) : 0.5);
   const x = steps.map(place);
@@ -36,7 +36,7 @@
 
   // --- state ---------------------------------------------------------------------------------------------------------
 
-  let readings = []; // of the charts
+  let readings = []; // functions that move the crosshairs of the charts
   let mapReading = () => {};
   let rows = [];
   function setCursor(i) {
@@ -70,7 +70,7 @@
     const some = (name) => name in values && known(values[name]).length > 0;
     readings = [];
     const charts = [["loss", "loss", "loss"], ["norm", "grad_norm", "gradient norm"], ["logit", "max_attention_logit", "largest score"]];
-    for (const [id, name] of charts) $(`${id}-figure`).hidden = !some(name); // before any is drawn: they share the width
+    for (const [id, name] of charts) $(`${id}-figure`).hidden = !some(name); // before the first is drawn, because they share the width
     for (const [id, name, yTitle] of charts.filter(([, name]) => some(name))) {
       const bands = id === "loss" && some("loss_min") ? [{ name: "since the last sample", style: "first", low: values.loss_min, high: values.loss_max }] : [];
       const levels = id === "logit" ? [[100, "alarm: 100"]] : [];
@@ -111,7 +111,7 @@
     const cellHeight = Math.max(6, Math.min(26, Math.floor(460 / layers.length)));
     const height = top + cellHeight * layers.length + 18;
     const inner = width - left - right;
-    // Not more columns than can be told apart; each shows one sample.
+    // At most as many columns as can be told apart; each shows one sample.
     const stride = Math.ceil(steps.length / Math.max(1, Math.min(Math.floor(inner / 3), Math.floor(9000 / layers.length))));
     const shown = steps.map((_, i) => i).filter((i) => i % stride === 0);
     const edges = shown.map((i, k) => (k === 0 ? 0 : (x[shown[k - 1]] + x[i]) / 2)).concat(1);
@@ -169,7 +169,7 @@
     $("kind").replaceChildren(...kinds.map((kind) => option(kind, kindName(kind), kind === state.kind)));
   }
 
-  // --- events and where it all comes from ----------------------------------------------------------------------------
+  // --- events and provenance -----------------------------------------------------------------------------------------
 
   function goTo(event) {
     const n = layers.findIndex(([index]) => index === event.layer);
@@ -194,7 +194,7 @@
       html("p", {}, event.message),
       html("details", {}, html("summary", {}, "why it matters, and what people do"),
         html("p", {}, event.why), html("p", {}, event.remedy), html("p", { class: "source" }, `Rule: ${event.source}`))));
-    $("events-list").replaceChildren(...(rows.length ? rows : [html("li", {}, "Nothing happened that a rule speaks of.")]));
+    $("events-list").replaceChildren(...(rows.length ? rows : [html("li", {}, "No events.")]));
   }
 
   function drawProvenance() {
@@ -206,7 +206,7 @@
     $("facts").textContent = `steps ${first.toLocaleString("en")} to ${last.toLocaleString("en")}, ${plural(record.samples, "sample")}${thinned}, ${plural(layers.length, "layer")}, ${plural(heads, "head")}`;
   }
 
-  // --- begin ---------------------------------------------------------------------------------------------------------
+  // --- start ---------------------------------------------------------------------------------------------------------
 
   $("metric").replaceChildren(...names.map((name) => option(name, metric(name).label, name === state.metric)));
   $("layer").replaceChildren(...layers.map(([index, name], n) => option(n, name ? `${index}: ${name}` : String(index), n === 0)));
@@ -219,21 +219,14 @@
     drawMap();
     drawLayer();
   }
-  let width = innerWidth;
-  let pending = 0;
-  addEventListener("resize", () => {
-    if (innerWidth === width) return; // a phone's address bar coming and going
-    width = innerWidth;
-    cancelAnimationFrame(pending);
-    pending = requestAnimationFrame(redraw);
-  });
+  onLayoutChange(redraw);
   drawKinds();
   drawProvenance();
   drawEvents();
   redraw();
-  const gravest = events.find((event) => event.severity === "alarm") ?? events[0];
-  if (gravest) {
-    setLayer(Math.max(0, layers.findIndex(([index]) => index === gravest.layer)));
-    setCursor(near(gravest.step));
+  const worst = events.find((event) => event.severity === "alarm") ?? events[0];
+  if (worst) {
+    setLayer(Math.max(0, layers.findIndex(([index]) => index === worst.layer)));
+    setCursor(near(worst.step));
   } else setCursor(state.cursor);
 })();

@@ -1,5 +1,5 @@
-"""Close looks at one sequence, for the report: a window of the plan, the keys that single queries read most, and what
-a change of temperature would do to them."""
+"""`Views`: details of one sequence for the report. A window of each plan, the keys that single queries read most, and
+the effect of a change of temperature on these queries."""
 
 from __future__ import annotations
 
@@ -10,64 +10,66 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends import reference
-from ..form import Form
-from ..lowering import lower
-from ..plan import path, solved_rows
-from ..priors import Bias
-from ..problem import Budget, RowsAndColumns, Transport
-from .result import _numbers
+from ..backends import torch as definition
+from ..form import Form, lower
+from ..plan import _lower_plan, path
+from ..problem import Bias, Budget, RowsAndColumns, Transport
+from .numbers import json_number, json_numbers
 
-WINDOW, TOP, QUERIES, PATHS = 48, 8, 24, 8  # keys and queries; keys; queries; queries
+WINDOW = 48  # queries and keys of the window
+QUERIES, TOP = 24, 8  # number of queries whose top keys are shown, and of their keys
+PATHS = 8  # number of queries over which the paths are means
 TEMPERATURES = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0)
 
 
 class Views:
-    """Filled layer by layer from the first pass; `finish` adds the tokens' text.
+    """Filled layer by layer by one forward pass; `finish` adds the text of the tokens.
 
-    They are for models whose layers all read one sequence: where lengths differ (an encoder and a decoder), where a
-    layer is called twice or where there is padding, there are none.
+    The views exist only if all layers read the same sequence. There are none if the lengths differ (an encoder and a
+    decoder), if a layer is called twice, or if there is padding.
     """
 
     def __init__(self) -> None:
         self.length: int | None = None
-        self.refused = False
+        self.given_up = False
         self.queries: list[int] = []
-        self.sampled: list[int] = []  # for the paths
+        self.path_queries: list[int] = []
         self.layers: dict[str, dict[str, list[Any]]] = {}  # lists by head
 
-    def refuse(self) -> None:
-        self.refused = True
+    def give_up(self) -> None:
+        """The sequence has no views."""
+        self.given_up = True
 
     def add(self, name: str, call: dict[str, Any], plan: dict[str, Any]) -> None:
-        """The heads of a layer: `call` are the arguments of `attention`, `plan` those without the values."""
+        """Add the heads of a layer. `call`: the arguments of `attention`; `plan`: those on which the plan depends."""
         Tq, Tk = call["query"].shape[2], call["key"].shape[2]
         self.length = self.length or Tq
-        if self.refused or name in self.layers or Tq != Tk or Tq != self.length:
-            return self.refuse()
+        if self.given_up or name in self.layers or Tq != Tk or Tq != self.length:
+            return self.give_up()
         size = min(WINDOW, Tq)
         self.queries = sorted({round(i * (Tq - 1) / (QUERIES - 1)) for i in range(QUERIES)})
-        self.sampled = self.queries[:: -math.ceil(len(self.queries) / PATHS)]  # from the last one
-        form, shipped = solved_rows(**plan)
+        self.path_queries = self.queries[:: -math.ceil(len(self.queries) / PATHS)]  # the last query is one of them
+        how = (plan["scale"], plan["enable_gqa"], plan["problem"], plan["softcap"], None)
+        form, _, shipped = _lower_plan(plan["query"], plan["key"], plan["attn_mask"], False, *how)
         window = _rows(form, shipped, slice(0, size), size)[1][..., :size]
         roots = (255 * window.clamp(0, 1).sqrt()).round().byte().cpu()
         windows = [base64.b64encode(bytes(head.flatten().tolist())).decode() for head in roots]
         found = []
-        for i in self.queries:  # alone: topk of the whole plan would be a pass over all of it
+        for i in self.queries:  # one by one: `topk` would compute the rows of all queries
             start, row = _rows(form, shipped, slice(i, i + 1), min(TOP, Tk))
             best, index = row[:, 0].topk(min(TOP, Tk))
             found.append((best.cpu(), index.cpu() + start))
         weights, keys = (torch.stack(part, 1) for part in zip(*found, strict=True))  # [H, queries, n]
-        shares = [[[float(f"{w:.4g}") for w in row] for row in head] for head in weights.tolist()]
+        shares = [[[json_number(w, digits=4) for w in row] for row in head] for head in weights.tolist()]
         self.layers[name] = {"windows": windows, "keys": keys.tolist(), "weights": shares}
-        along = _along(call, self.sampled)
-        if along is not None:
-            self.layers[name] |= {"entropy": along[0], "expected_score": along[1]}
+        paths = _temperature_paths(call, self.path_queries)
+        if paths is not None:
+            self.layers[name] |= {"entropy": paths[0], "expected_score": paths[1]}
         return None
 
     def finish(self, names: list[str], tokens: list[str] | None) -> dict[str, Any]:
-        """The views of the layers, in this order; none unless each has been seen."""
-        if self.refused or not names or set(names) != set(self.layers):
+        """The views of the layers, in this order; an empty dict unless every layer has been added."""
+        if self.given_up or not names or set(names) != set(self.layers):
             return {}
         parts = {part: [head for name in names for head in self.layers[name].get(part, [])] for part in _PARTS}
         size = math.isqrt(len(base64.b64decode(parts["windows"][0])))
@@ -88,7 +90,7 @@ class Views:
         }
         if len(parts["entropy"]) == len(parts["windows"]):
             lines = {part: parts[part] for part in ("entropy", "expected_score")}
-            found["paths"] = {"temperature": list(TEMPERATURES), **lines, "rows": len(self.sampled)}
+            found["paths"] = {"temperature": list(TEMPERATURES), **lines, "rows": len(self.path_queries)}
         return found
 
 
@@ -96,19 +98,19 @@ _PARTS = ("windows", "keys", "weights", "entropy", "expected_score")
 
 
 def _rows(form: Form, shipped: Tensor | None, queries: slice, least: int) -> tuple[int, Tensor]:
-    """The weights [H, n, keys] of the first sequence's queries, over the keys they reach (and at least so many), and
-    the first of those keys. `shipped` [B, H, Tq]: by what rows are multiplied."""
+    """The weights [H, n, keys] of some queries of the first sequence over the keys that they reach (at least `least`
+    keys), preceded by the number of the first of these keys. `shipped` [B, H, Tq]: a factor for each row."""
     H, Tk = form.shape[1], form.shape[3]
     reach = form.key_range(queries)
     start = max(0, min(reach.start, Tk - least))
     block = form.cut(slice(0, 1), slice(0, H), queries, slice(start, max(reach.stop, start + least)))
-    weights = reference.attend(block, ("weights",))["weights"][0]
+    weights = definition.attend(block, ("weights",))["weights"][0]
     return start, weights if shipped is None else weights * shipped[0, :, queries, None]
 
 
-def _along(call: dict[str, Any], queries: list[int]) -> tuple[list[Any], list[Any]] | None:
-    """Mean entropy and expected score of the first sequence's chosen queries at multiples of their temperature, each
-    a list by head; None where the temperature is not one number, or a row not a problem of its own."""
+def _temperature_paths(call: dict[str, Any], queries: list[int]) -> tuple[list[Any], list[Any]] | None:
+    """The mean entropy and the mean expected score of some queries of the first sequence at multiples of their
+    temperature, each a list by head. None if the temperature is not a number, or if the rows are coupled."""
     problem = call["problem"] or Transport()
     if isinstance(problem.marginal, RowsAndColumns):
         return None
@@ -119,7 +121,7 @@ def _along(call: dict[str, Any], queries: list[int]) -> tuple[list[Any], list[An
     scores, priors = [], []
     for i in queries:
         row = form.cut(slice(0, 1), slice(0, H), slice(i, i + 1), slice(0, Tk))
-        found, _ = reference.scores_of(row)
+        found, _ = definition.scores_of(row)
         allowed = row.admissible(1, Tk, found.device)
         prior = row.log_prior(1, Tk, found.dtype, found.device)
         scores.append(found if allowed is None else found.masked_fill(~allowed, -math.inf))
@@ -130,4 +132,4 @@ def _along(call: dict[str, Any], queries: list[int]) -> tuple[list[Any], list[An
     )
     found = path(stacked, float(problem.temperature) * torch.tensor(TEMPERATURES), bare)
     entropy, expected = found.entropy.mean(-1).mT, found.expected_score.mean(-1).mT  # [H, temperatures]
-    return [_numbers(row) for row in entropy], [_numbers(row) for row in expected]
+    return [json_numbers(row) for row in entropy], [json_numbers(row) for row in expected]

@@ -1,0 +1,75 @@
+"""Hugging Face transformers on regard: after `regard.hf.register()` every model accepts `attn_implementation="regard"`.
+
+Transformers calls an attention function (module, query, key, value, mask, ...) and, before it, a mask function. The
+files of this package, in the order in which a call passes through them:
+
+    registry.py      `register`: puts both functions into transformers under a name
+    models.py        which modules of a model use transformers' attention interface; errors for models that do not
+    masks.py         the mask function: `StructuredMask`, a mask in O(Tq + Tk) memory
+    calls.py         the attention function: turns its arguments into a call of the public `regard.attention`
+    parameters.py    `Retrofit`: the parameters that `retrofit` adds to one attention
+    positions.py     which queries are padding, and the position of each query and key in its sequence
+    passes.py        whether a forward pass is one that activation checkpointing repeats
+    interception.py  `Interception`: passes every attention call of a model to a listener while a block runs
+    inputs.py        what `inspect` and `retrofit` accept as inputs, as arguments of a model
+    entropy.py       `entropies`: the differentiable entropies of a training step, on an interception
+    retrofitting.py  `retrofit`, `unretrofit`: adds parameters to a trained model, and removes them
+    loading.py       `load`, `from_pretrained`: models from files, folders and names
+
+This package is below `regard.inspection` and imports nothing of it. Transformers is loaded when a name of this package
+is first used, not by `import regard.hf`.
+"""
+
+# ruff: noqa: F401 - the names are public
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for type checkers and editors; `_NAMES` says the same at run time
+    from .calls import HARMLESS, as_call, as_features_call, attend, attention_function, counted_keys
+    from .entropy import Entropies, Entropy, entropies
+    from .inputs import batches, evaluation_mode, prepared
+    from .interception import AttentionCall, Interception, Listener
+    from .loading import EMBEDDED, from_pretrained, load
+    from .masks import StructuredMask, make_mask
+    from .models import attentions, check, configurations, configurations_of
+    from .parameters import RECORD, Retrofit
+    from .passes import in_backward
+    from .positions import Place
+    from .registry import install, problem_of, register, remove
+    from .retrofitting import retrofit, retrofitted_parameters, unretrofit
+
+_NAMES = {
+    ".calls": ("HARMLESS", "as_call", "as_features_call", "attend", "attention_function", "counted_keys"),
+    ".entropy": ("Entropies", "Entropy", "entropies"),
+    ".inputs": ("batches", "evaluation_mode", "prepared"),
+    ".interception": ("AttentionCall", "Interception", "Listener"),
+    ".loading": ("EMBEDDED", "from_pretrained", "load"),
+    ".masks": ("StructuredMask", "make_mask"),
+    ".models": ("attentions", "check", "configurations", "configurations_of"),
+    ".parameters": ("RECORD", "Retrofit"),
+    ".passes": ("in_backward",),
+    ".positions": ("Place",),
+    ".registry": ("install", "problem_of", "register", "remove"),
+    ".retrofitting": ("retrofit", "retrofitted_parameters", "unretrofit"),
+    # A public alias: the callback is built on `Monitor` and belongs to `regard.inspection`, above this package.
+    "..inspection.callback": ("MonitorCallback",),
+}
+_FILE_OF = {name: file for file, names in _NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads the file of a public name, and with it transformers, when the name is first used."""
+    if name not in _FILE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(importlib.import_module(_FILE_OF[name], __name__), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "transformers":
+            raise
+        raise ImportError("regard.hf needs transformers: pip install 'regard[hf]'") from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_FILE_OF})

@@ -1,0 +1,91 @@
+"""`register`: the names under which transformers finds our attention function and our mask function."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..features import Features
+from ..nn.declared import learned
+from ..parts import describe
+from ..problem import Transport
+from .calls import attention_function
+from .masks import make_mask
+from .models import guard_models
+
+TEMPORARY = "regard-watch-"  # how the names begin that an `Interception` installs while it is attached
+
+_problems: dict[str, Transport | Features | None] = {}  # by registered name
+_installed: set[str] = set()  # all names whose attention function is ours, the temporary ones included
+
+
+def register(name: str = "regard", problem: Transport | Features | None = None) -> str:
+    """Make `attn_implementation=name` solve this problem (None: softmax, as the stock implementations). Returns `name`.
+
+    What a model specifies about its attention (masks, windows, sinks, softcap, position biases) is combined with the
+    problem. A module of `regard.features` accepts causal and bidirectional models with padding and raises for the rest;
+    with a cache each new token is computed over all keys again (`step`, which avoids this, does not fit transformers'
+    caches). RowsAndColumns is for bidirectional models (a causal one raises); padding positions take no part.
+
+    A problem (or features) that requires grad raises: a registered name belongs to no model, so the learned tensors
+    would be in no model's parameters() or state_dict(). `retrofit` adds parameters to a model.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name: expected a str, got {describe(name)}")
+    for reserved in ("sdpa", "flex_attention", "flash", "/", "|"):
+        if reserved in name:
+            raise ValueError(
+                f'name: expected one without "{reserved}", to which transformers gives a meaning of its own, got '
+                f"{name!r}"
+            )
+    if name == "eager" or not name or (name in ALL_ATTENTION_FUNCTIONS and name not in _problems):
+        raise ValueError(f"name: expected one that transformers does not use itself, got {name!r}")
+    if problem is not None and not isinstance(problem, Transport | Features):
+        raise TypeError(f"problem: expected a Transport, a module of regard.features or None, got {describe(problem)}")
+    if problem is not None and (names := learned(problem)):
+        raise ValueError(
+            f"problem: expected tensors that do not require grad, got {', '.join(names)} to learn, which no model's "
+            f"parameters() would contain; detach() makes a constant, regard.hf.retrofit adds parameters to a model"
+        )
+    _problems[name] = problem
+    install(name, functools.partial(attention_function, problem))
+    guard_models(is_registered)
+    return name
+
+
+def is_registered(name: str | None) -> bool:
+    """Whether `register` put this name into transformers."""
+    return name in _problems
+
+
+def is_installed(name: str | None) -> bool:
+    """Whether the attention function of this name is ours: registered, or installed by an interception."""
+    return name in _installed
+
+
+def problem_of(name: str | None) -> Transport | Features | None:
+    """The problem of an implementation's name. None is softmax, which every stock implementation computes."""
+    if name is None or name in _problems:
+        return None if name is None else _problems[name]
+    stock = ("eager", "sdpa", "flex_attention", "flash_attention", "paged|", TEMPORARY)
+    if not str(name).startswith(stock):
+        raise ValueError(f"model: expected an attention implementation that regard knows, got {name!r}")
+    return None
+
+
+def install(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
+    """Put an attention function (one that uses `as_call`) and our mask function into transformers under one name."""
+    _installed.add(name)
+    ALL_ATTENTION_FUNCTIONS.register(name, function)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, make_mask)
+
+
+def remove(name: str) -> None:
+    """Undo `install`."""
+    _installed.discard(name)
+    del type(ALL_ATTENTION_FUNCTIONS)._global_mapping[name]
+    del type(ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping[name]
