@@ -1,4 +1,4 @@
-"""Whole transformers models on regard: the same numbers as their stock attention gives."""
+"""Whole transformers models on regard give the same numbers as with their stock attention."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def stock(name):
 def by_definition(
     module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, position_bias=None, **_
 ):
-    """Attention spelled out, in the dtype that came (transformers' eager rounds to float32, and its masks overflow)."""
+    """Attention written out in the dtype of the inputs (transformers' eager rounds to float32, its masks overflow)."""
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
@@ -60,13 +60,13 @@ masking_utils.AttentionMaskInterface.register(
 
 
 def peer(name):
-    """What a model in float64 is compared with."""
+    """The implementation that a float64 model is compared with."""
     return "definition" if name in EAGER_ONLY else "sdpa"
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Counts what reaches regard.attention: a replacement that is never called proves nothing."""
+    """The calls of regard.attention: a replacement that is never called proves nothing."""
     seen = []
 
     def counted(*args, **kwargs):
@@ -79,7 +79,7 @@ def calls(monkeypatch):
 
 @pytest.fixture
 def no_dense(monkeypatch):
-    """Nobody may spell out a mask of more than one query."""
+    """Fails if a dense mask of more than one query is made."""
     plain = masking_utils.sdpa_mask
 
     def refuse(*args, **kwargs):
@@ -88,14 +88,14 @@ def no_dense(monkeypatch):
         return mask
 
     def dense(mask):
-        pytest.fail(f"{mask!r} was spelled out")
+        pytest.fail(f"{mask!r} was made dense")
 
     monkeypatch.setattr(masking_utils, "sdpa_mask", refuse)
     monkeypatch.setattr(regard.hf.StructuredMask, "dense", dense)
 
 
 def assert_as_good(got, plain, exact, where=None):
-    """At most a few times as far from float64 as the stock attention in the same dtype."""
+    """The error against float64 is at most a few times that of the stock attention in the same dtype."""
     got, plain, exact = (t.double() if where is None else t.double()[where] for t in (got, plain, exact))
     rounding = torch.finfo(torch.float32).eps * float(exact.abs().max())
     assert float((got - exact).abs().max()) <= 4 * float((plain - exact).abs().max()) + 4 * rounding
@@ -134,7 +134,7 @@ def test_logits_in_bfloat16(name):
     assert_as_good(got, plain, exact, given["attention_mask"].bool())
 
 
-def test_the_comparison_sees_a_small_difference():
+def test_the_comparison_detects_a_small_difference():
     regard.hf.register("regard-warm", Transport(temperature=1.0005))
     model, given = build("llama"), inputs_of("llama")
     plain, got = logits(model, "sdpa", given), logits(model, "regard-warm", given)
@@ -218,7 +218,7 @@ def test_packed_sequences(no_dense):
         assert torch.allclose(packed, torch.cat(alone, 1), atol=1e-6)
 
 
-def test_cu_seq_lens_pack_too():
+def test_cu_seq_lens_describe_packed_sequences():
     model, tokens = build("llama").double(), inputs_of("llama")["input_ids"][:1]
     positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
     ends = torch.tensor([0, 8, 20], dtype=torch.int32)
@@ -255,12 +255,12 @@ def test_a_row_masked_at_the_lowest_number_has_no_keys():
 
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize("side", [None, "left", "right"])
-def test_no_mask_is_spelled_out(name, side, no_dense):
+def test_decoders_need_no_dense_mask(name, side, no_dense):
     model = build(name)
     assert logits(model, "regard", inputs_of(name, side)).isfinite().all()
 
 
-def test_encoders_spell_no_mask_out(no_dense):
+def test_encoders_need_no_dense_mask(no_dense):
     for name in ("bert", "t5", "whisper", "vit"):
         logits(build(name), "regard", inputs_of(name, "right"))
 
@@ -276,7 +276,7 @@ def test_encoders_spell_no_mask_out(no_dense):
         masking_utils.sliding_window_bidirectional_mask_function(2),
     ],
 )
-def test_a_structured_mask_is_transformers_own(function, padding, offset):
+def test_a_structured_mask_equals_the_mask_of_transformers(function, padding, offset):
     arguments = {
         "batch_size": 2,
         "q_length": 5,
@@ -290,18 +290,18 @@ def test_a_structured_mask_is_transformers_own(function, padding, offset):
     expected = masking_utils.sdpa_mask(**arguments)
     assert isinstance(mask, regard.hf.StructuredMask) and "StructuredMask" in repr(mask)
     assert torch.equal(mask.dense(), expected)
-    # to anybody else it is the tensor
+    # any other operation receives the dense tensor
     assert torch.equal(mask[:, :, 1:3] & True, expected[:, :, 1:3]) and torch.equal(~mask, ~expected)
     with pytest.raises(NotImplementedError, match="clone"):
         mask.logical_not_()
-    # and as priors it says the same
+    # as priors it gives the same attention
     torch.manual_seed(0)
     q, k = torch.randn(2, 4, 5, 8, dtype=torch.float64), torch.randn(2, 2, 12, 8, dtype=torch.float64)
     got, _ = regard.hf.attention_function(None, torch.nn.Module(), q, k, k, mask)
     assert torch.allclose(got, regard.attention(q, k, k, expected, enable_gqa=True).transpose(1, 2), atol=1e-12)
 
 
-def test_a_foreign_mask_function_is_spelled_out():
+def test_an_unknown_mask_function_gives_a_dense_mask():
     def every_second(batch, head, q, k):
         return (q - k) % 2 == 0
 
@@ -321,12 +321,12 @@ def test_a_window_without_a_mask():
         assert torch.allclose(got, regard.attention(q, k, k, allowed).transpose(1, 2), atol=1e-6)
     got, _ = regard.hf.attention_function(
         None, module, q[:, :, -1:], k, k, None, sliding_window=3
-    )  # a step with a whole cache
+    )  # one step with a full cache
     assert torch.allclose(got, regard.attention(q[:, :, -1:], k[:, :, -3:], k[:, :, -3:]).transpose(1, 2), atol=1e-6)
 
 
 def test_a_position_bias_of_a_static_cache():
-    """As long as the cache, of which the prefill has filled the first keys only."""
+    """The bias is as long as the cache, of which the prefill has filled only the first keys."""
     torch.manual_seed(0)
     q, k, bias = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 8, 4), torch.randn(1, 2, 3, 8)
     got, _ = regard.hf.attention_function(None, torch.nn.Module(), q, k, k, None, position_bias=bias)
@@ -375,8 +375,8 @@ def test_names_and_problems_that_cannot_be_registered():
         regard.hf.register(Transport())
 
 
-def test_a_registered_problem_has_nothing_to_learn():
-    """It is no part of any model: what it learns would be in no state dict."""
+def test_a_registered_problem_must_not_require_grad():
+    """It belongs to no model: learned tensors would be in no state dict."""
     sink = torch.nn.Parameter(torch.zeros(4))
     with pytest.raises(ValueError, match=r"problem: expected tensors that do not require grad, got marginal\.sink"):
         regard.hf.register("regard-learned", Transport(marginal=Rows(sink=sink)))
@@ -393,22 +393,22 @@ def test_a_registered_problem_has_nothing_to_learn():
     assert logits(build("llama"), name, inputs_of("llama")).isfinite().all()
 
 
-def test_sinks_want_plain_rows():
+def test_sinks_need_plain_rows():
     regard.hf.register("regard-relaxed", Transport(marginal=Rows(relax=1.0)))
     with pytest.raises(ValueError, match="s_aux"):
         logits(build("gpt_oss"), "regard-relaxed", inputs_of("gpt_oss"))
 
 
-def test_dropout_and_scaling_arrive():
+def test_dropout_and_scaling_are_passed_on():
     q = torch.randn(1, 2, 3, 4)
     call = regard.hf.as_call(None, torch.nn.Module(), q, q, q, None, dropout=0.25, scaling=0.7, softcap=3.0)
     assert (call["dropout_p"], call["scale"], call["softcap"]) == (0.25, 0.7, 3.0)
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_unknown_arguments_are_refused():
+def test_unknown_arguments_raise():
     q = torch.randn(1, 2, 3, 4)
     with pytest.raises(TypeError, match="block_indices"):
         regard.hf.as_call(None, torch.nn.Module(), q, q, q, None, block_indices=torch.zeros(1), position_ids=None)
@@ -417,7 +417,7 @@ def test_unknown_arguments_are_refused():
     regard.hf.as_call(None, torch.nn.Module(), q, q, q, None, future=None, output_attentions=False, use_cache=True)
 
 
-def test_models_that_bypass_the_interface_are_refused():
+def test_models_that_bypass_the_interface_raise():
     sizes = {"vocab_size": 64, "hidden_size": 32}
     neo = hf.GPTNeoConfig(**sizes, num_layers=2, attention_types=[[["global", "local"], 1]], num_heads=4)
     bloom = hf.BloomConfig(**sizes, n_layer=2, n_head=4)
@@ -428,10 +428,10 @@ def test_models_that_bypass_the_interface_are_refused():
         assert model.config._attn_implementation != "regard"
         with pytest.raises(ValueError, match="bypass"):
             type(model)._from_config(model.config, attn_implementation="regard")
-        model.config._attn_implementation = "regard"  # past every check
+        model.config._attn_implementation = "regard"  # set without any check
         with pytest.raises(ValueError, match="bypass"):
             model(torch.zeros(1, 4, dtype=torch.long))
-    # one that never asks for a mask: it is refused where it is built
+    # a model that requests no mask raises when it is built
     deberta = hf.DebertaV2Config(**sizes, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32)
     with pytest.raises(ValueError, match="deberta_v2 models bypass"):
         hf.AutoModel.from_config(deberta, attn_implementation="regard")
@@ -455,7 +455,7 @@ def bamba(attentions):
 
 
 @pytest.mark.parametrize("name", WITHOUT)
-def test_a_model_without_attention_is_refused(name):
+def test_a_model_without_attention_raises(name):
     with pytest.raises(ValueError, match=r"attn_implementation: .*Model, which has no attention"):
         hf.AutoModel.from_config(WITHOUT[name](), attn_implementation="regard")
     model = hf.AutoModel.from_config(WITHOUT[name]())
@@ -499,7 +499,7 @@ def test_a_hybrid_keeps_working(name, calls):
     torch.testing.assert_close(got, logits(model, "eager", given))
 
 
-def test_a_part_without_attention_is_no_obstacle():
+def test_a_part_without_attention_is_allowed():
     resnet = hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], out_features=["stage2"])
     sizes = {f"{side}_{size}": n for side in ("encoder", "decoder") for size, n in (("layers", 1), ("ffn_dim", 16))}
     config = hf.DetrConfig(**sizes, d_model=16, encoder_attention_heads=2, decoder_attention_heads=2)
@@ -511,7 +511,7 @@ def test_a_part_without_attention_is_no_obstacle():
     assert model.config._attn_implementation == "regard"
 
 
-def test_a_refusal_names_the_parts_that_can_be_given_another():
+def test_the_error_names_an_implementation_for_each_part():
     sizes = {**SMALL, "num_attention_heads": 4, "intermediate_size": 48}
     parts = hf.BertConfig(**sizes), hf.RoFormerConfig(**sizes, embedding_size=32)
     joined = hf.EncoderDecoderConfig.from_encoder_decoder_configs(*parts)
@@ -520,7 +520,7 @@ def test_a_refusal_names_the_parts_that_can_be_given_another():
         hf.EncoderDecoderModel._from_config(joined, attn_implementation="regard")
     model = hf.EncoderDecoderModel._from_config(joined, attn_implementation=advice)
     assert model.encoder.config._attn_implementation == "regard"
-    with pytest.raises(ValueError, match=r"roformer models bypass .* expected a model that uses it$"):  # a text model
+    with pytest.raises(ValueError, match=r"roformer models bypass .* expected a model that uses it$"):  # not a part
         hf.AutoModel.from_config(parts[1], attn_implementation="regard")
 
 
@@ -537,8 +537,8 @@ class Attack:
         return Path.touch, (self.harm,)
 
 
-def test_loading_runs_nothing_that_a_checkpoint_brings(tmp_path):
-    """Its own code, a pickle, an attention kernel from elsewhere."""
+def test_loading_runs_no_code_of_a_checkpoint(tmp_path):
+    """Neither its own code, nor a pickle, nor a downloaded attention kernel."""
     model, harm = build("llama"), tmp_path / "harm"
     for name in ("code", "pickle", "kernel", "attention"):
         model.save_pretrained(tmp_path / name)

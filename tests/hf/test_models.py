@@ -10,7 +10,7 @@ import regard
 
 @pytest.fixture
 def replaced(monkeypatch):
-    """Put regard.attention in PyTorch's place, and count: a replacement that is never called proves nothing."""
+    """Replaces PyTorch's attention by regard.attention and counts the calls: one that is never made proves nothing."""
 
     class Counter:
         calls = 0
@@ -115,7 +115,7 @@ class Before(nn.Module):
         return F.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
-class After(nn.Module):  # of its own: TorchScript compiles a class once
+class After(nn.Module):  # a second class, because TorchScript compiles a class once
     def forward(self, x):
         return F.scaled_dot_product_attention(x, x, x, is_causal=True)
 
@@ -128,7 +128,9 @@ def test_torchscript_compiles_before_the_replacement_only(monkeypatch):
     with pytest.raises(torch.jit.frontend.NotSupportedError, match="keyword-only"):
         torch.jit.script(After())
     assert torch.allclose(scripted(x), expected)
-    assert "aten::scaled_dot_product_attention" in str(scripted.graph)  # it keeps PyTorch's own
+    assert "aten::scaled_dot_product_attention" in str(
+        scripted.graph
+    )  # the compiled code still calls PyTorch's attention
 
 
 def test_a_replaced_model_exports(monkeypatch):
@@ -150,7 +152,7 @@ def test_a_replaced_model_compiles(monkeypatch):
 
 
 def test_training_with_dropout_learns(replaced):
-    """A few steps on a repeating sequence, dropout by regard's own mask."""
+    """A few steps on a repeating sequence, with regard's dropout mask."""
     torch.manual_seed(0)
     replaced.install("auto")
     model, tokens = GPT(vocabulary=8, dropout=0.1), torch.arange(24).remainder(8).expand(4, 24)

@@ -1,4 +1,4 @@
-"""Parameters given to trained models: nothing changes at first, the gradient is alive, saving and loading keep them."""
+"""Parameters added to trained models: they change nothing at first, have a gradient, and are saved and loaded."""
 
 import copy
 import json
@@ -27,8 +27,8 @@ def retrofitted(name, learn=None, **options):
     return regard.hf.retrofit(build(name), learned_by(name) if learn is None else learn, **options)
 
 
-def shake(model, seed=0):
-    """Values that each matter, other ones in each head; one head without a null key."""
+def randomize(model, seed=0):
+    """Random values for all parameters, different in each head; head 1 has no null key."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for module in model.modules():
@@ -43,7 +43,7 @@ def shake(model, seed=0):
 
 
 def in_double(model):
-    """Float64 to the bottom: transformers' own RMS norms round to float32, where finite differences drown."""
+    """Float64 throughout: transformers' RMS norms round to float32, which hides finite differences."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if "RMSNorm" in type(child).__name__:
@@ -62,11 +62,11 @@ def gradients(model, given, loss=None):
     return {name: p.grad.clone() for name, p in model.named_parameters() if ".retrofit." in name}
 
 
-# --- at step 0 --------------------------------------------------------------------------------------------------------
+# --- at the start -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [*DECODERS, "bert"])
-def test_nothing_changes_at_first(name):
+def test_new_parameters_change_nothing(name):
     model, given = build(name), inputs_of(name, "left")
     before = logits(model, "regard", given)
     regard.hf.retrofit(model, learned_by(name))
@@ -79,22 +79,22 @@ def test_nothing_changes_at_first(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_a_null_key_of_no_weight_changes_no_bit(name):
+def test_a_null_key_of_weight_0_changes_no_bit(name):
     model, given = build(name), inputs_of(name, "left")
     before = logits(model, "regard", given)
     regard.hf.retrofit(model, "sink")
     assert torch.equal(model(**given).logits, before)
     with torch.no_grad():
         assert torch.equal(model(**given).logits, before)
-        for module in model.modules():  # a very low potential does not let it in, either
+        for module in model.modules():  # not even with a high score
             if isinstance(module, Retrofit):
                 module.null_score.fill_(200.0)
     assert torch.equal(model(**given).logits, before)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "gpt_oss"])
-def test_the_gradient_at_first_is_that_of_the_loss(name):
-    """By finite differences in float64: of every parameter that can move the loss at all, and it moves it."""
+def test_the_gradient_at_the_start_equals_finite_differences(name):
+    """In float64, for every parameter that changes the loss; none of these gradients is 0."""
     model, given = in_double(retrofitted(name)), inputs_of(name, "right")
 
     def loss():
@@ -105,19 +105,19 @@ def test_the_gradient_at_first_is_that_of_the_loss(name):
     found, start, step = gradients(model, given), loss(), 1e-6
     for full, gradient in found.items():
         parameter = dict(model.named_parameters())[full]
-        if full.endswith("null_score"):  # the score of a key without weight
+        if full.endswith("null_score"):  # the score of a key of weight 0 has no effect
             assert not gradient.any()
             continue
         for head in range(4):
             with torch.no_grad():
                 parameter[head] += step
-            rise = (loss() - start) / step  # one-sided: a weight begins at its least value
+            rise = (loss() - start) / step  # one-sided: a weight starts at its lowest value
             with torch.no_grad():
                 parameter[head] -= step
             assert gradient[head] != 0 and abs(rise - float(gradient[head])) < 1e-4 * max(1, abs(rise)), full
 
 
-def test_a_weight_below_zero_counts_as_zero_and_comes_back():
+def test_a_negative_weight_counts_as_zero_and_can_increase_again():
     model, given = retrofitted("llama", "sink").double(), inputs_of("llama")
     at_zero = logits(model, "regard", given)
     up = gradients(model, given)
@@ -132,12 +132,12 @@ def test_a_weight_below_zero_counts_as_zero_and_comes_back():
     for name, gradient in up.items():
         if name.endswith("null_weight"):
             assert torch.allclose(gradient, -down[name]) and gradient.all()
-            assert torch.allclose(below[name], gradient.clamp(max=0))  # only what leads upwards
+            assert torch.allclose(below[name], gradient.clamp(max=0))  # only a gradient that increases the weight
 
 
 @pytest.mark.parametrize("potential", [-60.0, 0.0, 60.0])
-def test_the_gradient_survives_any_potential(potential):
-    """A common offset of the scores changes no softmax; the null key's score follows it."""
+def test_the_gradient_does_not_vanish_at_any_potential(potential):
+    """A common offset of the scores changes no softmax if the null key's score has it too."""
     torch.manual_seed(0)
     module = Retrofit(2, ("sink",))
     with torch.no_grad():
@@ -149,15 +149,15 @@ def test_the_gradient_survives_any_potential(potential):
     assert torch.allclose(module.null_weight.grad, -(potential - lse).exp().sum((0, 2)), rtol=1e-5)
 
 
-# --- what is computed -------------------------------------------------------------------------------------------------
+# --- the computation --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_it_is_a_problem_of_the_public_interface(grad):
+def test_the_parameters_are_those_of_a_public_problem(grad):
     torch.manual_seed(0)
     module = torch.nn.Module()
     module.retrofit = Retrofit(4, ALL, dtype=torch.float64)
-    shake(module)
+    randomize(module)
     r = module.retrofit
     q, k, v = (torch.randn(2, h, 9, 8, dtype=torch.float64) for h in (4, 2, 2))
     with torch.set_grad_enabled(grad):
@@ -176,14 +176,14 @@ def test_it_is_a_problem_of_the_public_interface(grad):
     assert regard.select_backend(**call).backend in ("native", "torch")
 
 
-def test_the_native_engine_serves_it_with_gradients():
+def test_the_native_engine_computes_it_with_gradients():
     if (
         regard.select_backend(torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8)).backend
         != "native"
     ):
         pytest.skip("no native engine")
     module = torch.nn.Module()
-    module.retrofit = shake(Retrofit(4, ALL))
+    module.retrofit = randomize(Retrofit(4, ALL))
     q, k = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8)
     call = regard.hf.as_call(None, module, q, k, k, None)
     choice = regard.select_backend(**call, return_aux=regard.AuxRequest(lse=True, entropy=True))
@@ -193,10 +193,10 @@ def test_the_native_engine_serves_it_with_gradients():
     assert all(p.grad.isfinite().all() and p.grad.any() for p in module.retrofit.parameters())
 
 
-def test_gradients_of_shaken_parameters_by_both_ways():
-    """The output without the null key times what it leaves, and the problem with the null key."""
+def test_both_computations_have_the_same_gradients():
+    """The output without the null key times the mass that it leaves, and the problem with the null key."""
     module = torch.nn.Module()
-    module.retrofit = shake(Retrofit(4, ALL, dtype=torch.float64))
+    module.retrofit = randomize(Retrofit(4, ALL, dtype=torch.float64))
     with torch.no_grad():
         module.retrofit.null_weight[1] = 0.4
     q, k, v = (torch.randn(2, h, 9, 8, dtype=torch.float64) for h in (4, 2, 2))
@@ -212,9 +212,9 @@ def test_gradients_of_shaken_parameters_by_both_ways():
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", DECODERS)
-def test_a_cache_sees_the_same(name, cache):
-    """Chunks with a cache against the whole: distances are those between the same tokens."""
-    model, given = shake(retrofitted(name)).double(), inputs_of(name)
+def test_a_cache_changes_nothing(name, cache):
+    """Chunks with a cache against the whole text: the distances between tokens are the same."""
+    model, given = randomize(retrofitted(name)).double(), inputs_of(name)
     mask = padded("left")
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     whole = logits(model, "regard", given | {"attention_mask": mask, "position_ids": positions})
@@ -235,7 +235,7 @@ def test_a_cache_sees_the_same(name, cache):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gpt_oss"])
 def test_generate(name):
-    model, given = shake(retrofitted(name)).double(), inputs_of(name, "left")
+    model, given = randomize(retrofitted(name)).double(), inputs_of(name, "left")
     options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     plain = model.generate(**given, **options)
     for other in ({"use_cache": False}, {"cache_implementation": "static"}):
@@ -245,7 +245,7 @@ def test_generate(name):
 
 
 def test_packed_sequences():
-    model, tokens = shake(retrofitted("llama")).double(), inputs_of("llama")["input_ids"][:1]
+    model, tokens = randomize(retrofitted("llama")).double(), inputs_of("llama")["input_ids"][:1]
     positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
     packed = logits(model, "regard", {"input_ids": tokens, "position_ids": positions, "use_cache": False})
     alone = [logits(model, "regard", {"input_ids": t}) for t in (tokens[:, :8], tokens[:, 8:])]
@@ -253,7 +253,7 @@ def test_packed_sequences():
 
 
 def test_compiled():
-    model = shake(regard.hf.retrofit(build("mistral", num_hidden_layers=1))).double()
+    model = randomize(regard.hf.retrofit(build("mistral", num_hidden_layers=1))).double()
     given = inputs_of("mistral", "left")
     expected, real = gradients(model, given), given["attention_mask"].bool()
     whole = logits(model, "regard", given)
@@ -269,7 +269,7 @@ def test_compiled():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(reentrant):
-    model, given = shake(retrofitted("mistral")).double().train(), inputs_of("mistral", "right")
+    model, given = randomize(retrofitted("mistral")).double().train(), inputs_of("mistral", "right")
     expected = gradients(model, given | {"use_cache": False})
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     for name, gradient in gradients(model, given | {"use_cache": False}).items():
@@ -277,7 +277,7 @@ def test_gradient_checkpointing(reentrant):
 
 
 def test_half_precision_and_autocast():
-    model, given = shake(retrofitted("llama")), inputs_of("llama")
+    model, given = randomize(retrofitted("llama")), inputs_of("llama")
     exact = logits(copy.deepcopy(model).double(), "regard", given)
     plain = float(
         (logits(build("llama").bfloat16(), "regard", given).double() - logits(build("llama").double(), "regard", given))
@@ -317,10 +317,10 @@ def test_entmax_has_temperatures_and_slopes_but_no_null_key():
         model(**given)
 
 
-# --- training alone ---------------------------------------------------------------------------------------------------
+# --- training them ----------------------------------------------------------------------------------------------------
 
 
-def test_frozen_but_for_what_is_new():
+def test_freeze_leaves_only_the_new_parameters_trainable():
     model = retrofitted("llama", freeze=True)
     free = [name for name, p in model.named_parameters() if p.requires_grad]
     assert free and all(".retrofit." in name for name in free)
@@ -366,7 +366,7 @@ def test_inputs_set_the_null_keys_score():
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "gpt_oss"])
 def test_saved_and_loaded(name, tmp_path):
-    model, given = shake(retrofitted(name)), inputs_of(name)
+    model, given = randomize(retrofitted(name)), inputs_of(name)
 
     def as_built(other, *arguments):  # transformers may multiply a loaded model's experts in another way
         other.config._experts_implementation = model.config._experts_implementation
@@ -387,7 +387,7 @@ def test_saved_and_loaded(name, tmp_path):
 
 
 def test_a_state_dict_is_enough():
-    model, given = shake(retrofitted("llama")), inputs_of("llama")
+    model, given = randomize(retrofitted("llama")), inputs_of("llama")
     other = regard.hf.retrofit(build("llama"))
     other.load_state_dict(model.state_dict())
     assert torch.equal(logits(other, "regard", given), logits(model, "regard", given))
@@ -397,8 +397,8 @@ def test_a_state_dict_is_enough():
         other.load_state_dict(build("llama").state_dict())
 
 
-def test_keys_that_do_not_match_are_not_passed_over(tmp_path):
-    model = shake(retrofitted("llama"))
+def test_keys_that_do_not_match_raise(tmp_path):
+    model = randomize(retrofitted("llama"))
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     good = load_file(file)
@@ -415,9 +415,9 @@ def test_keys_that_do_not_match_are_not_passed_over(tmp_path):
         regard.hf.from_pretrained(tmp_path)
 
 
-def test_a_checkpoint_loaded_without_what_it_learned_is_refused(tmp_path):
+def test_a_checkpoint_loaded_without_its_parameters_raises(tmp_path):
     given = inputs_of("llama")
-    shake(retrofitted("llama")).save_pretrained(tmp_path)
+    randomize(retrofitted("llama")).save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["regard_retrofit"] == list(ALL)
     model = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
     for use in (
@@ -431,8 +431,8 @@ def test_a_checkpoint_loaded_without_what_it_learned_is_refused(tmp_path):
     assert torch.equal(logits(model, "regard", given), logits(build("llama"), "regard", given))
 
 
-def test_load_and_the_command_line_find_it(tmp_path):
-    model = shake(retrofitted("llama"))
+def test_load_finds_it(tmp_path):
+    model = randomize(retrofitted("llama"))
     model.save_pretrained(tmp_path)
     loaded, tokenizer = regard.hf.load(str(tmp_path))
     assert tokenizer is None and not loaded.training
@@ -441,7 +441,7 @@ def test_load_and_the_command_line_find_it(tmp_path):
     assert regard.hf.load(str(tmp_path / "plain"))[0].config._attn_implementation == "eager"
 
 
-def test_only_retrofitted_checkpoints_are_loaded(tmp_path):
+def test_from_pretrained_needs_a_retrofitted_checkpoint(tmp_path):
     build("llama").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="name: expected a checkpoint of a retrofitted model"):
         regard.hf.from_pretrained(tmp_path)
@@ -458,10 +458,10 @@ def test_only_retrofitted_checkpoints_are_loaded(tmp_path):
             regard.hf.from_pretrained(tmp_path)
 
 
-# --- beside the rest --------------------------------------------------------------------------------------------------
+# --- with other parts -------------------------------------------------------------------------------------------------
 
 
-def test_undone_exactly():
+def test_unretrofit_restores_the_model():
     for name in ("llama", "gpt2"):
         model, given = build(name), inputs_of(name)
         model.set_attn_implementation("sdpa")
@@ -469,18 +469,18 @@ def test_undone_exactly():
         config, state, flags = model.config.to_dict(), model.state_dict(), [p.requires_grad for p in model.parameters()]
         hooks = [len(m._forward_pre_hooks) for m in model.modules()]
         before = logits(model, "sdpa", given)
-        shake(regard.hf.retrofit(model, freeze=True))
+        randomize(regard.hf.retrofit(model, freeze=True))
         assert regard.hf.unretrofit(model) is model
         assert model.config._attn_implementation == "sdpa" and model.config.to_dict() == config
         assert model.state_dict().keys() == state.keys() and [p.requires_grad for p in model.parameters()] == flags
         assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks and "_before_retrofit" not in vars(model)
         with torch.no_grad():
             assert torch.equal(model(**given).logits, before)
-        regard.hf.retrofit(model)  # and again
+        regard.hf.retrofit(model)  # and it can be retrofitted again
 
 
 def test_a_copy_is_a_model_of_its_own():
-    model, given = shake(retrofitted("llama")), inputs_of("llama")
+    model, given = randomize(retrofitted("llama")), inputs_of("llama")
     expected = logits(model, "regard", given)
     copied = copy.deepcopy(model)
     regard.hf.unretrofit(model)
@@ -489,19 +489,19 @@ def test_a_copy_is_a_model_of_its_own():
     assert regard.hf.unretrofit(copied).config._attn_implementation == "sdpa"
 
 
-def test_another_implementation_is_refused():
+def test_another_implementation_raises():
     model, given = retrofitted("llama"), inputs_of("llama")
     model.set_attn_implementation("sdpa")
     with pytest.raises(RuntimeError, match=r"attn_implementation: expected one of regard's .* got 'sdpa'"):
         model(**given)
 
 
-def test_inspected():
-    model, tokens = shake(retrofitted("llama")), inputs_of("llama")["input_ids"]
+def test_an_inspection_sees_the_retrofitted_problem():
+    model, tokens = randomize(retrofitted("llama")), inputs_of("llama")["input_ids"]
     found = regard.inspect(model, tokens, patterns=True)
     assert model.config._attn_implementation == "regard"
     assert len(regard.hf.check(model)) == 2
-    # Layer 0 by hand: its plan is the retrofitted problem's.
+    # Layer 0 from its own calls: the plan is that of the retrofitted problem.
     calls = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("regard.hf.calls.attention", lambda **call: calls.append(call) or regard.attention(**call))
@@ -521,7 +521,7 @@ def test_inspected():
 
 
 def test_watching_a_training_step_changes_no_gradient():
-    for model in (retrofitted("llama").double(), shake(retrofitted("llama")).double()):
+    for model in (retrofitted("llama").double(), randomize(retrofitted("llama")).double()):
         given = inputs_of("llama")
         expected = gradients(model, given)
         with regard.watch(model) as record:
@@ -542,7 +542,7 @@ def test_watching_a_training_step_changes_no_gradient():
         ("llama", "bias", {"inputs": torch.zeros(1, 4).long()}, 'inputs: expected None without "sink"'),
     ],
 )
-def test_what_cannot_be_learned_is_refused(name, learn, options, message):
+def test_what_cannot_be_learned_raises(name, learn, options, message):
     model = build(name)
     before = model.config.to_dict()
     with pytest.raises(ValueError, match=message):
@@ -562,7 +562,7 @@ def test_errors():
 
 
 @pytest.mark.parametrize("name", ["t5", "whisper", "vit"])
-def test_encoders_and_decoders_too(name):
+def test_encoders_and_encoder_decoders(name):
     model, given = build(name), inputs_of(name)
     before = logits(model, "regard", given)
     regard.hf.retrofit(model, ("temperature", "sink") if name != "vit" else ALL)
@@ -570,4 +570,4 @@ def test_encoders_and_decoders_too(name):
         got = model(**given).logits
     assert torch.allclose(got, before, atol=1e-4 * float(before.abs().max()))
     with torch.no_grad():
-        assert not torch.allclose(shake(model)(**given).logits, before, atol=1e-2)
+        assert not torch.allclose(randomize(model)(**given).logits, before, atol=1e-2)

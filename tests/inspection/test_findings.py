@@ -10,7 +10,8 @@ import transformers
 
 import regard
 from regard import Inspection
-from regard.inspection.findings import Finding, Thresholds, find, verdict
+from regard.inspection import Finding, Thresholds
+from regard.inspection.findings import find, verdict
 from support.inspections import inspection
 
 PLAIN = {  # a head to which no rule applies
@@ -61,12 +62,12 @@ EDGES = [  # rule, statistic, its first value beyond the threshold, the threshol
 
 
 @pytest.mark.parametrize(("rule", "statistic", "beyond", "threshold", "rest"), EDGES)
-def test_a_rule_begins_beyond_its_threshold(rule, statistic, beyond, threshold, rest):
+def test_a_rule_applies_beyond_its_threshold(rule, statistic, beyond, threshold, rest):
     assert rule in rules(find(record({**rest, statistic: beyond})))
     assert rule not in rules(find(record({**rest, statistic: threshold})))
 
 
-def test_every_rule_has_an_edge_above():
+def test_every_rule_is_in_the_table_of_edges():
     everything = {f.rule for f in find(record({}) | {"heads": [{"layer": 0, "head": 0, "mean": {}}]})}
     assert everything == {rule for rule, *_ in EDGES}
 
@@ -75,7 +76,7 @@ def test_a_plain_head_has_no_finding():
     assert find(record({}, {})) == []
 
 
-def test_a_finding_says_all_it_must():
+def test_a_finding_has_all_its_fields():
     [finding] = find(record({}, {"max_scores": 120.0}))
     assert (finding.layer, finding.head, finding.value, finding.threshold) == (3, 1, 120.0, 100.0)
     assert finding.severity == "alarm"
@@ -102,7 +103,7 @@ def test_the_largest_score_counts_not_its_mean():
     assert finding.value == 150.0
 
 
-def test_a_peak_on_a_known_place_is_a_note():
+def test_a_peak_on_a_known_position_is_a_note():
     peak = {"normalized_entropy": 0.05, "max_weight": 0.95}
     found = find(record(peak, {**peak, "previous_token": 0.9}))
     assert [(f.head, f.severity) for f in found if f.rule == "peaked"] == [(0, "warning"), (1, "note")]
@@ -119,7 +120,7 @@ def test_consistently_over_peaked_is_a_warning_for_the_model():
     assert (finding.severity, finding.threshold) == ("warning", 0.5)
     assert finding.value == pytest.approx(2 / 3)
     assert model(find(record(low, low, {}, {}))) == []  # half is not more than half
-    assert model(find(record(low, sink, sink, {}))) == []  # sinks are parked, not saturated
+    assert model(find(record(low, sink, sink, {}))) == []  # sinks do not count
 
 
 def test_a_missing_scale_is_flagged_and_a_scaled_model_is_not():
@@ -131,16 +132,16 @@ def test_a_missing_scale_is_flagged_and_a_scaled_model_is_not():
     assert finding.value > 0.5 and "scale" in finding.remedy
 
 
-def test_the_entropy_rule_says_that_it_depends_on_the_length():
+def test_the_entropy_rule_explains_its_dependence_on_the_length():
     [finding] = [f for f in find(record({"entropy": 0.5})) if f.layer is not None]
     assert "H / log n 0.5" in finding.message
     assert "depends on the length" in finding.why
-    # Its numbers: no row of two keys reaches 1 nat, and 1 nat is 12 % of what 4096 keys allow.
+    # The numbers of its text: a row of two keys has less than 1 nat, and 1 nat is 12 % of the maximum at 4096 keys.
     assert math.log(2) < 1 < math.log(3)
     assert round(1 / math.log(4096), 2) == 0.12
 
 
-def test_the_entropy_rule_is_not_asked_of_rows_too_short_for_it():
+def test_the_entropy_rule_is_not_checked_on_short_rows():
     heads = record({"entropy": 0.5})
     heads["positions"] = {"edges": [0, 1, 2, 4], "rows": [1, 1, 1], "null_entropy": [[0.0, 0.693, 1.1]], "values": {}}
     [finding] = find(heads)
@@ -151,13 +152,13 @@ def test_the_entropy_rule_is_not_asked_of_rows_too_short_for_it():
 
 
 @pytest.mark.parametrize("statistic", PLAIN)
-def test_a_missing_statistic_skips_its_rules_and_says_so(statistic):
+def test_a_missing_statistic_skips_its_rules_and_is_reported(statistic):
     heads = record({}, {})
     for entry in heads["heads"]:
         for kind in ("mean", "max", "min"):
             entry[kind] = {name: value for name, value in entry[kind].items() if name != statistic}
     found = find(heads)
-    # max_weight is not looked at where the entropy is not low
+    # max_weight is not read if the entropy is not low
     assert all(f.layer is None and f.value is None and f.severity == "note" for f in found)
     assert all(f.message == f"not checked: the record has no value of {statistic}" for f in found)
     assert {f.rule for f in found} == {rule for rule, name, *_ in EDGES if name == statistic} | (
@@ -174,7 +175,7 @@ def test_a_statistic_missing_in_one_head_is_counted():
     ]
 
 
-def test_gravest_first_then_in_order():
+def test_the_most_severe_first_then_in_order():
     found = find(inspection())
     ranks = [("alarm", "warning", "note").index(f.severity) for f in found]
     assert ranks == sorted(ranks)
@@ -182,7 +183,7 @@ def test_gravest_first_then_in_order():
     assert len(places) > 1 and places == sorted(places)
 
 
-def test_heads_made_by_hand_are_found():
+def test_constructed_heads_are_found():
     places = {}
     for f in find(inspection()):
         places.setdefault((f.layer, f.head), set()).add(f.rule)
@@ -196,7 +197,7 @@ def test_heads_made_by_hand_are_found():
 
 
 def trained(scaling: float | None) -> Inspection:
-    """A small Llama at a large init, a few steps into a text; without a scaling of its own, 1/√d."""
+    """A small Llama with a large initialisation after a few steps on a text; `scaling` None is 1/√d."""
     text = resources.files("regard.inspection").joinpath("sample.txt").read_text()
     alphabet = sorted(set(text))
     tokens = torch.tensor([alphabet.index(character) for character in text])
@@ -220,14 +221,14 @@ def trained(scaling: float | None) -> Inspection:
 
 def test_a_model_trained_without_scaling_is_flagged_and_a_healthy_one_is_not():
     flagged = trained(1.0)
-    grave = {f.rule for f in flagged.findings() if f.severity in ("alarm", "warning")}
-    assert grave == {"logit-alarm", "peaked", "over-peaked"}
+    severe = {f.rule for f in flagged.findings() if f.severity in ("alarm", "warning")}
+    assert severe == {"logit-alarm", "peaked", "over-peaked"}
     assert flagged.findings()[0].severity == "alarm"
     assert verdict(flagged.record(), flagged.findings()).startswith(("2 alarms", "3 alarms", "4 alarms"))
     healthy = trained(None)
     assert [f for f in healthy.findings() if f.severity in ("alarm", "warning")] == []
     assert verdict(healthy.record(), healthy.findings()).startswith("Nothing alarming.")
-    # and not by a hair
+    # and by a wide margin
     assert flagged.mean("normalized_entropy").mean() < 0.1 < 0.35 < healthy.mean("normalized_entropy").mean()
     assert flagged.maximum("max_scores").max() > 100 > 40 > healthy.maximum("max_scores").max()
 
@@ -242,7 +243,7 @@ def test_a_model_trained_without_scaling_is_flagged_and_a_healthy_one_is_not():
         ({**record({}), "statistics": None}, ValueError, "at least one in 'statistics', got None"),
     ],
 )
-def test_what_is_not_a_record_is_refused(bad, error, message):
+def test_what_is_not_a_record_raises(bad, error, message):
     with pytest.raises(error, match=message):
         find(bad)
 

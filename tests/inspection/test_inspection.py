@@ -1,4 +1,4 @@
-"""`regard.inspect` and `regard.watch`: the numbers of eager's matrices without the matrices, the model unharmed."""
+"""`regard.inspect` and `regard.watch`: the statistics of eager matrices without the matrices; models are restored."""
 
 import base64
 import copy
@@ -34,7 +34,7 @@ def from_matrices(model, given):
     """Sums over real rows of each statistic, from the weights that eager attention returns: {name: [layers, heads]}."""
     model = copy.deepcopy(model)
     model.set_attn_implementation("eager")
-    outputs = {}  # what the heads gave, before they are mixed
+    outputs = {}  # of the heads, before the output projection
     for layer in model.model.layers:
         layer.self_attn.o_proj.register_forward_pre_hook(lambda m, args: outputs.setdefault(id(m), args[0]))
     with torch.no_grad():
@@ -86,12 +86,12 @@ def stories():
 
 
 @pytest.mark.parametrize("side", [None, "left", "right"])
-def test_statistics_are_those_of_eagers_matrices(stories, side):
+def test_statistics_are_those_of_the_eager_matrices(stories, side):
     given = {"input_ids": tokens(512, 3, 90)}
     if side is not None:
         given["attention_mask"] = padded(side, 3, 90)
     expected = from_matrices(stories, given)
-    # in one pass, and batch by batch: means are weighted by rows
+    # in one pass and in batches: means are weighted by rows
     for batch_size in (None, 1, 2):
         inspection = regard.inspect(stories, given, batch_size=batch_size)
         assert_means(inspection, expected)
@@ -102,7 +102,7 @@ def test_statistics_are_those_of_eagers_matrices(stories, side):
 
 
 def test_smollm2():
-    """The real thing: logits as sdpa's, statistics as eager's."""
+    """A real checkpoint: the logits are those of sdpa, the statistics those of eager."""
     model = smollm2()
     given = {"input_ids": torch.tensor([SENTENCE * 3])}
     with torch.no_grad():
@@ -117,7 +117,7 @@ def test_smollm2():
 
 
 def test_every_statistic_is_the_mean_of_what_attention_returns(monkeypatch):
-    """Against AuxRequest on the calls themselves, rows counted by hand."""
+    """Compared with AuxRequest on the same calls; the test counts the rows itself."""
     model, given = build("gpt_oss"), inputs_of("gpt_oss", "right")
     seen = []
     plain = regard.attention
@@ -135,7 +135,7 @@ def test_every_statistic_is_the_mean_of_what_attention_returns(monkeypatch):
         valid = real & (aux.max_scores > -math.inf)
         for name in inspection.statistics:
             value, counted = getattr(aux, name).double(), valid
-            if name == "first_key_mass":  # of the queries that may read that key
+            if name == "first_key_mass":  # over the queries that may read that key
                 counted = valid & lower(**call).admissible(20, 20, torch.device("cpu"))[..., 0]
             mean = torch.where(counted, value, 0.0).sum((0, 2)) / counted.sum((0, 2))
             assert torch.allclose(inspection.mean(name)[n], mean, rtol=1e-4, atol=1e-4), name
@@ -194,7 +194,7 @@ def test_a_model_on_another_problem_is_inspected_as_it_is():
     model.set_attn_implementation(name)
     inspection = regard.inspect(model, given)
     assert "lse" not in inspection.statistics and "Tsallis" in json.dumps(inspection.about)
-    assert float(inspection.mean("support").max()) < 6  # of 10 admissible keys in the mean
+    assert float(inspection.mean("support").max()) < 6  # of 10 admissible keys on average
     assert torch.allclose(inspection.layers[0].profile()["log_keys"][4], torch.tensor(5.0).double().log().expand(4))
     assert model.config._attn_implementation == name
 
@@ -209,7 +209,7 @@ def test_other_models(name):
     assert not inspection.to_pandas().isna().any().any()
 
 
-def test_padding_of_encoder_and_decoder_are_told_apart():
+def test_the_padding_of_encoder_and_decoder_is_distinguished():
     model, given = build("t5"), inputs_of("t5", "right")
     given["decoder_attention_mask"] = padded("left", 2, 9)
     given["decoder_attention_mask"][1, :] = 1
@@ -220,7 +220,7 @@ def test_padding_of_encoder_and_decoder_are_told_apart():
 
 @pytest.mark.parametrize("kind", ["wav2vec2", "adapter", "hubert"])
 def test_padding_of_sound_is_not_counted(kind):
-    """The mask is of samples, the attention of features, of which there are fewer: a padded batch is its sequences."""
+    """The mask has samples, the attention has fewer features. A padded batch equals its sequences."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
     sizes |= {"conv_dim": (8, 8), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2}
     sizes |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "feat_extract_norm": "layer"}
@@ -242,7 +242,7 @@ def test_padding_of_sound_is_not_counted(kind):
     assert_same(together, alone)
 
 
-def test_padding_of_sound_that_nobody_can_place_is_told_of():
+def test_padding_of_sound_with_unknown_positions_warns():
     encoder, sound = build("whisper").model.encoder, inputs_of("whisper")["input_features"]
     mask = torch.ones(sound.shape[0], sound.shape[2], dtype=torch.long)
     with warnings.catch_warnings(), regard.watch(encoder):
@@ -256,7 +256,7 @@ def test_padding_of_sound_that_nobody_can_place_is_told_of():
 
 
 def test_a_hybrid_model():
-    """Layers of another kind are left alone; layers keep their number."""
+    """Layers without attention are not recorded, and the others keep their numbers."""
     kinds = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
     config = hf.Qwen3NextConfig(
         vocab_size=64,
@@ -281,7 +281,7 @@ def test_a_hybrid_model():
     assert [layer.index for layer in inspection.layers] == [1, 3]
 
 
-def test_a_model_that_bypasses_the_interface_is_refused():
+def test_a_model_that_bypasses_the_interface_raises():
     bloom = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4))
     with pytest.raises(ValueError, match="BloomForCausalLM"):
         regard.inspect(bloom, tokens(64, 1, 4))
@@ -291,7 +291,7 @@ def test_a_model_that_bypasses_the_interface_is_refused():
 
 
 def state_of(model):
-    """What an inspection might forget to put back."""
+    """What an inspection changes and must restore."""
     configurations = {id(m.config): m.config._attn_implementation for m in model.modules() if hasattr(m, "config")}
     hooks = [(len(m._forward_pre_hooks), len(m._forward_hooks)) for m in model.modules()]
     functions = sorted(hf.modeling_utils.ALL_ATTENTION_FUNCTIONS), sorted(hf.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS)
@@ -318,7 +318,7 @@ def test_the_model_is_restored():
     assert state_of(model) == before
 
 
-def test_watch_a_loop_of_ones_own():
+def test_watch_a_custom_loop():
     model = build("mistral")
     batches = [tokens(64, 2, 20, seed) for seed in range(3)]
     with regard.watch(model, statistics=["entropy", "max_scores"]) as record:
@@ -340,7 +340,7 @@ def test_watch_generate():
 
 
 def test_watch_a_training_step():
-    """Gradients as without; activation checkpointing counts nothing twice."""
+    """The gradients are the same, and activation checkpointing counts no pass twice."""
     model, batch = build("llama").double().train(), tokens(64, 2, 20)
     found, rows = [], []
     for checkpointing in (None, {"use_reentrant": False}, {"use_reentrant": True}):
@@ -370,7 +370,7 @@ def test_watch_a_compiled_model():
     torch._dynamo.reset()
 
 
-def test_packed_sequences_are_counted_from_their_own_beginning():
+def test_positions_of_packed_sequences_start_at_each_sequence():
     model, batch = build("llama"), tokens(64, 1, 20)
     positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
     packed = regard.inspect(model, {"input_ids": batch, "position_ids": positions})
@@ -384,13 +384,13 @@ def test_packed_sequences_are_counted_from_their_own_beginning():
 
 
 def assert_same(a, b, tolerance=1e-4):
-    """All that is kept, bin by bin."""
+    """Everything that is recorded, bin by bin."""
     assert [layer.name for layer in a.layers] == [layer.name for layer in b.layers]
     for x, y in zip(a.layers, b.layers, strict=True):
         assert torch.equal(x.rows, y.rows) and torch.equal(x.counts, y.counts), x.name
         assert torch.allclose(x.sums, y.sums, rtol=tolerance, atol=tolerance), x.name
         assert torch.allclose(x.maxima, y.maxima, rtol=tolerance, atol=tolerance), x.name
-        n = min(len(x.key_sums), len(y.key_sums))  # a static cache has places that nobody sees
+        n = min(len(x.key_sums), len(y.key_sums))  # a static cache has positions that no query sees
         assert not x.key_viewers[n:].any() and not y.key_viewers[n:].any()
         assert torch.equal(x.key_viewers[:n], y.key_viewers[:n]), x.name
         assert torch.allclose(x.key_sums[:n], y.key_sums[:n], rtol=tolerance, atol=tolerance), x.name
@@ -398,8 +398,8 @@ def assert_same(a, b, tolerance=1e-4):
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma3"])
-def test_padding_changes_nothing_whatever_the_cache(name, cache):
-    """Windows of 7 keys, 16 tokens, 4 of padding: the first key is found, and counted by those who still see it."""
+def test_padding_changes_nothing_with_any_cache(name, cache):
+    """Windows of 7 keys, 16 tokens, 4 of padding: the first key counts for the queries that still see it."""
     model, ids = build(name), tokens(64, 1, 9)
     padding = torch.zeros(1, 4, dtype=torch.long)
     found = []
@@ -423,14 +423,14 @@ def test_a_window_hides_the_first_key_of_a_padded_sequence():
         assert_same(regard.inspect(model, given, statistics=NAMES, patterns=True), alone)
 
 
-def test_parts_that_are_called_on_their_own():
+def test_parts_of_a_model_called_directly():
     model, ids = build("llama"), tokens(64, 2, 20)
     given = {"input_ids": ids, "attention_mask": padded("left")}
     expected = regard.inspect(model, given, patterns=True)
     with torch.no_grad(), regard.watch(model, patterns=True) as seen:
         model.model(**given)
     assert_same(seen, expected)
-    with torch.no_grad(), regard.watch(model) as seen:  # the tokens as embeddings, in front
+    with torch.no_grad(), regard.watch(model) as seen:  # the tokens as embeddings, the mask as a positional argument
         model.model(None, given["attention_mask"], inputs_embeds=model.get_input_embeddings()(ids))
     assert_same(seen, regard.inspect(model, given))
 
@@ -441,13 +441,13 @@ def test_parts_that_are_called_on_their_own():
         model.encoder(**given)
     encoder = Inspection(expected.statistics, layers=expected.layers[:2])
     assert_same(seen, encoder)
-    with regard.watch(model, statistics=NAMES) as seen:  # calls the encoder on its own, and the decoder step by step
+    with regard.watch(model, statistics=NAMES) as seen:  # calls the encoder directly, and the decoder step by step
         model.generate(**given, max_new_tokens=4, do_sample=False)
     assert_same(Inspection(seen.statistics, layers=seen.layers[:2]), encoder)
     assert [int(layer.rows[:, 0].sum()) for layer in seen.layers[2:]] == [8] * 4
 
 
-def test_a_decoder_whose_tokens_are_made_inside():
+def test_a_decoder_whose_tokens_are_made_from_labels():
     model, given = build("t5"), inputs_of("t5", "left")
     labels, real = given.pop("decoder_input_ids").contiguous(), padded("right", 2, 9)
     real[0, 7:] = 0
@@ -461,7 +461,7 @@ def test_a_decoder_whose_tokens_are_made_inside():
 
 
 def test_a_decoder_reads_its_encoder_from_the_first_real_token():
-    """Longer than what it reads: every query sees the first key, which in a padded sequence is not key 0."""
+    """The decoder is longer than the encoder: every query sees the first key, which is not key 0 with padding."""
     model, ids, decoded = build("t5"), tokens(64, 1, 6), tokens(64, 1, 15, 1)
     alone = regard.inspect(model, {"input_ids": ids, "decoder_input_ids": decoded}, statistics=NAMES, patterns=True)
     for layer in alone.layers[2:]:
@@ -475,7 +475,7 @@ def test_a_decoder_reads_its_encoder_from_the_first_real_token():
         weights = eager(input_ids=ids, decoder_input_ids=decoded, output_attentions=True).cross_attentions
     for layer, p in zip((alone.layers[3], alone.layers[5]), weights, strict=True):
         assert torch.allclose(layer.means()["first_key_mass"], p[0, :, :, 0].double().mean(-1), atol=1e-5)
-    # T5's distances do not count from the first token: padding on the left moves nothing
+    # T5 uses relative distances: padding on the left changes nothing
     pad = torch.zeros(1, 5, dtype=torch.long)
     given = {"input_ids": torch.cat([pad, ids], 1), "attention_mask": torch.cat([pad, ids * 0 + 1], 1)}
     found = regard.inspect(model, given | {"decoder_input_ids": decoded}, statistics=NAMES, patterns=True)
@@ -527,14 +527,14 @@ def test_results():
 
 
 def numbers(inspection):
-    """All that is kept but how long it took, and when."""
+    """Everything that is recorded except the date and the duration."""
     record = json.loads(inspection.to_json())
     return record | {"provenance": {k: v for k, v in record["provenance"].items() if k not in ("date", "seconds")}}
 
 
 @pytest.mark.parametrize("side", [None, "right"])
 def test_patterns_are_exact(stories, side):
-    """Weight on the query's own key, the one before, and those that follow an earlier copy of its token."""
+    """The weight on the query's own key, on the one before, and on those that follow an earlier copy of its token."""
     given = {"input_ids": tokens(12, 2, 60)}
     real = torch.ones(2, 60, dtype=torch.bool)
     if side is not None:
@@ -558,7 +558,7 @@ def test_patterns_are_exact(stories, side):
             assert torch.allclose(found.mean(name)[layer], expected, rtol=2e-4, atol=2e-5), (name, layer)
 
 
-def test_views_are_windows_on_the_plan(stories):
+def test_views_show_the_plan(stories):
     ids = tokens(512, 1, 70)
     record = regard.inspect(stories, ids, views=True).record()
     eager = stories260k(attn_implementation="eager")
@@ -582,7 +582,7 @@ def test_views_are_windows_on_the_plan(stories):
     assert all(a >= b - 1e-4 for row in paths["expected_score"] for a, b in itertools.pairwise(row))
 
 
-def test_views_only_where_all_layers_read_one_sequence():
+def test_views_need_one_sequence_for_all_layers():
     for kind in ("t5", "whisper"):
         model = build(kind)
         found = regard.inspect(model, inputs_of(kind), patterns=True, views=True)
@@ -593,8 +593,8 @@ def test_views_only_where_all_layers_read_one_sequence():
     assert regard.inspect(stories, padding, views=True).views == {}
 
 
-def test_views_are_asked_for_from_the_beginning(tmp_path):
-    """They are of the first sequence: a run that was begun without them cannot get them later."""
+def test_views_cannot_be_added_to_a_run(tmp_path):
+    """They show the first sequence, which a resumed run does not see again."""
     run, batches = tmp_path / "run.safetensors", [tokens(64, 1, 12, n) for n in range(2)]
     model = build("llama")
     regard.inspect(model, batches, run=run)
@@ -606,12 +606,12 @@ def test_views_are_asked_for_from_the_beginning(tmp_path):
     assert viewed.views and regard.inspect(model, batches, run=run, views=True).views == viewed.views
     run.unlink()
     padding = {"input_ids": tokens(64, 2, 20), "attention_mask": padded("left", 2, 20)}
-    for _ in range(2):  # asked for, and there are none
+    for _ in range(2):  # asked for, but there are none
         assert regard.inspect(model, padding, run=run, views=True).views == {}
 
 
-def test_first_key_mass_is_of_queries_that_see_the_key():
-    """A window hides the first key from most queries: they do not count."""
+def test_first_key_mass_counts_queries_that_see_the_key():
+    """A window hides the first key from most queries, which do not count."""
     model = build("mistral")
     window = model.config.sliding_window
     found = regard.inspect(model, tokens(64, 1, 100), statistics=["first_key_mass", "entropy"])
@@ -620,7 +620,7 @@ def test_first_key_mass_is_of_queries_that_see_the_key():
         assert seen.tolist() == [window] * layer.heads and layer.rows.sum(0).tolist() == [100] * layer.heads
 
 
-def test_another_attention_is_refused():
+def test_an_unknown_attention_raises():
     model = build("llama")
     ALL_ATTENTION_FUNCTIONS.register("elsewhere", ALL_ATTENTION_FUNCTIONS["sdpa"])
     model.config._attn_implementation_internal = "elsewhere"
@@ -628,7 +628,7 @@ def test_another_attention_is_refused():
         regard.inspect(model, tokens(64, 1, 8))
 
 
-def test_a_killed_run_resumes_to_the_same_numbers(tmp_path):
+def test_an_interrupted_run_resumes_to_the_same_numbers(tmp_path):
     model = build("gemma3")
     batches = [tokens(64, 2, 15 + n, n) for n in range(5)]
     expected = regard.inspect(model, batches)
@@ -683,7 +683,7 @@ def save_file(tensors, path, **options):
     global count
     plain(tensors, path, **options)
     count += 1
-    if count == 3 and how == "writing":  # half a file, and no more
+    if count == 3 and how == "writing":  # half a file
         os.truncate(path, os.path.getsize(path) // 2)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -699,8 +699,8 @@ regard.inspect(model, batches, run=sys.argv[1])
 
 
 @pytest.mark.parametrize(("how", "batches"), [("reading", 3), ("writing", 2)])
-def test_a_run_that_is_killed_outright_resumes(tmp_path, how, batches):
-    """SIGKILL: nothing is tidied up. What was written last is whole, and continues to the same numbers."""
+def test_a_run_that_is_killed_resumes(tmp_path, how, batches):
+    """SIGKILL: no cleanup runs. The last file is complete, and the run continues to the same numbers."""
     run = tmp_path / "run.safetensors"
     command = [sys.executable, "-c", KILLED, str(run), TESTS, how]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

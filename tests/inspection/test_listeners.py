@@ -1,4 +1,4 @@
-"""Those who listen to a model at the same time, and to models that share something: each hears what he would alone."""
+"""Several listeners on one model, and on models that share a configuration: each records what it would alone."""
 
 import copy
 import json
@@ -41,7 +41,7 @@ def same(found, expected):
 
 
 def floored(model):
-    """Entropies and the gradient of their floor, alone."""
+    """The entropies and the gradient of their floor, without another listener."""
     with regard.hf.entropies(model) as rows:
         step(model)
         loss = rows.floor(3.0)
@@ -50,7 +50,7 @@ def floored(model):
 
 
 @pytest.mark.parametrize("outer", ["monitor", "entropies"])
-def test_the_alarm_and_the_cure_in_one_step(outer, tmp_path):
+def test_a_monitor_and_an_entropy_floor_in_one_step(outer, tmp_path):
     model = llama()
     entropies, gradient = floored(model)
     alone = regard.Monitor(model, every=1, path=tmp_path / "alone.jsonl")
@@ -88,7 +88,7 @@ def test_listeners_may_end_in_any_order():
     b = second.__enter__()
     step(model)
     first.__exit__(None, None, None)
-    step(model)  # the second still hears
+    step(model)  # the second still records
     second.__exit__(None, None, None)
     step(model)
     assert model.config._attn_implementation == "sdpa"
@@ -96,7 +96,7 @@ def test_listeners_may_end_in_any_order():
     torch.testing.assert_close(b.layers[1].sums, 2 * alone.layers[1].sums)
 
 
-def test_another_model_with_the_same_configuration_is_not_heard():
+def test_another_model_with_the_same_configuration_is_not_recorded():
     student = llama()
     teacher = LlamaForCausalLM(student.config)
     assert teacher.config is student.config
@@ -106,6 +106,40 @@ def test_another_model_with_the_same_configuration_is_not_heard():
         torch.testing.assert_close(teacher(TOKENS).logits, expected)
     assert [layer.name for layer in record.layers] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
     assert [layer.calls for layer in record.layers] == [1, 1]
+
+
+@pytest.mark.parametrize("first", ["student", "teacher"])
+def test_two_models_with_one_configuration_are_both_recorded(first):
+    student = llama()
+    teacher = LlamaForCausalLM(student.config)
+    models = (student, teacher) if first == "student" else (teacher, student)
+    with regard.watch(models[0]) as below, regard.watch(models[1]) as above:
+        step(student)
+        teacher(TOKENS)
+    for record in (below, above):
+        assert [layer.calls for layer in record.layers] == [1, 1]
+    rows = {int(record.layers[0].rows[:, 0].sum()) for record in (below, above)}
+    assert rows == {int(MASK.sum()), TOKENS.numel()}
+
+
+def test_a_listener_that_begins_again_on_top_records_once(tmp_path):
+    model = llama().eval()
+    with regard.watch(model) as alone:
+        step(model)
+    monitor = regard.Monitor(model, every=1, evaluation=True, path=tmp_path / "run.jsonl")
+    other = regard.watch(model)
+    monitor.start(0)
+    step(model)
+    record = other.__enter__()
+    monitor.stop()
+    monitor.start(1)
+    step(model)
+    assert [layer.calls for layer in monitor.listener.layers] == [1, 1]
+    monitor.stop()
+    other.__exit__(None, None, None)
+    monitor.close()
+    torch.testing.assert_close(record.layers[1].sums, alone.layers[1].sums)
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_key_mass_of_padded_batches_under_checkpointing():
@@ -119,7 +153,7 @@ def test_key_mass_of_padded_batches_under_checkpointing():
         torch.testing.assert_close(a.key_sums, b.key_sums)
 
 
-def test_a_hidden_gradient_is_told_also_behind_a_wrapper():
+def test_a_hidden_gradient_raises_also_inside_a_wrapper():
     class Wrapper(nn.Module):
         def __init__(self, model):
             super().__init__()
@@ -149,7 +183,7 @@ def test_a_small_null_weight_is_a_small_change():
         assert rows.floor(0.5, relative=True) < 1e-4
 
 
-def test_features_refuse_what_was_retrofitted():
+def test_features_and_retrofit_exclude_each_other():
     regard.hf.register("listeners-linear", regard.features.LinearAttention())
     model = llama().eval()
     plain = copy.deepcopy(model)
@@ -163,14 +197,14 @@ def test_features_refuse_what_was_retrofitted():
         regard.hf.retrofit(plain)
 
 
-def test_a_norm_by_another_name_is_refused():
+def test_qk_clip_raises_for_an_unknown_norm():
     attention = llama().model.layers[0].self_attn
     attention.q_layernorm = nn.LayerNorm(8)
     with pytest.raises(ValueError, match="q_layernorm"):
         regard.nn.qk_clip_(attention, torch.full((4,), 200.0))
 
 
-def test_a_new_run_on_an_old_file_has_a_header_of_its_own(tmp_path):
+def test_a_new_run_on_an_old_file_has_a_new_header(tmp_path):
     path = tmp_path / "run.jsonl"
     for every, width in ((1, 32), (2, 32)):
         model = llama(seed=width)
@@ -185,7 +219,7 @@ def test_a_new_run_on_an_old_file_has_a_header_of_its_own(tmp_path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines() if "attn/" in line] == [0, 2]
 
 
-def test_a_run_file_without_its_fields_is_refused(tmp_path):
+def test_a_run_file_with_missing_fields_raises(tmp_path):
     from safetensors.torch import save_file
 
     save_file({"x": torch.zeros(1)}, tmp_path / "bad.st", metadata={"regard.inspection": json.dumps({"layers": []})})

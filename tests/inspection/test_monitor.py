@@ -1,4 +1,4 @@
-"""`regard.Monitor`: the numbers of the heads in training steps, the stock model in between, events with their step."""
+"""`regard.Monitor`: the metrics of sampled steps, the stock model between them, and events."""
 
 import copy
 import json
@@ -68,7 +68,7 @@ def test_quantiles_are_those_of_the_matrices(tmp_path, padded):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_transformers_model_has_the_numbers_of_an_inspection(tmp_path, padded):
+def test_a_transformers_model_has_the_metrics_of_an_inspection(tmp_path, padded):
     model, ids = llama(), tokens(3, 12)
     mask = padding(3, 12) if padded else None
     line = one_step(model, tmp_path / "run.jsonl", (ids, mask))
@@ -100,7 +100,7 @@ def test_passes_that_checkpointing_repeats_count_once(tmp_path, make, repeat):
         twice.repeat = repeat
     else:
         twice.gradient_checkpointing_enable({"use_reentrant": repeat == "reentrant"})
-        # Reentrant checkpointing wants an input that needs a gradient.
+        # Reentrant checkpointing needs an input that requires grad.
         twice.enable_input_require_grads()
     calls = []
     original = operator.run
@@ -113,14 +113,14 @@ def test_passes_that_checkpointing_repeats_count_once(tmp_path, make, repeat):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operator, "run", counted)
         found = one_step(twice, tmp_path / "twice.jsonl", (ids, mask), (ids, None))
-    assert len(calls) > 2 * 2 * len(mask[0].new_zeros(1))  # the layers did run again
+    assert len(calls) > 2 * 2 * len(mask[0].new_zeros(1))  # the layers ran again
     assert_same(expected, found)
     for (name, p), q in zip(plain.named_parameters(), twice.parameters(), strict=True):
         assert torch.allclose(p.grad, q.grad, atol=1e-5), name
 
 
 @pytest.mark.parametrize("make", [reader, llama])
-def test_evaluation_in_between_is_not_counted_unless_wanted(tmp_path, make):
+def test_evaluation_counts_only_if_asked_for(tmp_path, make):
     ids, others = tokens(3, 12), tokens(4, 12, seed=1)
     expected = one_step(make(), tmp_path / "a.jsonl", (ids,))
 
@@ -150,7 +150,7 @@ def test_other_models_are_not_counted(tmp_path):
 
 
 class Anything(nn.Module):
-    """One call of attention, whatever the problem and the shape."""
+    """One call of attention, with any problem and shape."""
 
     def __init__(self, shape, **call):
         super().__init__()
@@ -198,7 +198,7 @@ def test_any_problem_in_any_shape(tmp_path, call, shape):
     assert 0 <= line["attn/entropy_norm/L00_p50"] <= 1 + 1e-6
 
 
-def test_which_tokens_are_real_can_be_told(tmp_path):
+def test_the_padding_can_be_given_by_a_function(tmp_path):
     class Wrapped(nn.Module):
         def __init__(self):
             super().__init__()
@@ -238,7 +238,7 @@ def test_a_compiled_model(tmp_path):
         assert_same({**line, "step": 0}, {k: v for k, v in expected.items() if not k.startswith("loss")})
 
 
-# --- the model in between ---------------------------------------------------------------------------------------------
+# --- the stock model --------------------------------------------------------------------------------------------------
 
 
 def hooks(model):
@@ -280,7 +280,7 @@ def test_a_step_that_is_not_sampled_is_a_step_of_the_stock_model(tmp_path, monke
 
 
 @pytest.mark.parametrize("make", [reader, llama])
-def test_an_exception_leaves_no_trace(tmp_path, make):
+def test_an_exception_leaves_no_hooks_and_no_line(tmp_path, make):
     model = make()
     monitor = Monitor(model, every=1, path=tmp_path / "run.jsonl")
     with pytest.raises(IndexError), monitor(0):
@@ -293,7 +293,7 @@ def test_an_exception_leaves_no_trace(tmp_path, make):
     assert samples(tmp_path / "run.jsonl")[0]["rows"] == 18
 
 
-def test_a_model_without_attention_is_told(tmp_path):
+def test_a_model_without_attention_warns_once(tmp_path):
     model = nn.Linear(3, 3)
     monitor = Monitor(model, every=1, path=tmp_path / "run.jsonl")
     with pytest.warns(UserWarning, match="no attention of Linear was seen in step 0"), monitor(0):
@@ -345,7 +345,7 @@ def go(model, path, first, last, every=2, state=None, **options):
     return monitor
 
 
-def test_a_run_that_goes_back_leaves_no_later_lines(tmp_path):
+def test_a_run_that_goes_back_moves_later_lines_aside(tmp_path):
     model, path = reader(), tmp_path / "run.jsonl"
     go(model, path, 0, 9)
     assert steps(path) == [0, 2, 4, 6, 8]
@@ -355,19 +355,19 @@ def test_a_run_that_goes_back_leaves_no_later_lines(tmp_path):
     assert sum("format" in line for line in lines(path)) == sum("layers" in line for line in lines(path)) == 1
 
 
-def test_a_torn_line_is_mended(tmp_path):
+def test_an_incomplete_line_is_dropped(tmp_path):
     model, path = reader(), tmp_path / "run.jsonl"
     go(model, path, 0, 5)
     whole = path.read_bytes()
     path.write_bytes(whole[:-40])
     go(model, path, 4, 7)
     assert steps(path) == [0, 2, 4, 6]
-    path.write_bytes(b'{"format": "rega')  # torn in the first line
+    path.write_bytes(b'{"format": "rega')  # incomplete in the first line
     go(model, path, 0, 3)
     assert steps(path) == [0, 2]
 
 
-def test_a_file_of_somebody_else_is_not_touched(tmp_path):
+def test_another_file_is_not_changed(tmp_path):
     path = tmp_path / "notes.jsonl"
     path.write_text('{"mine": 1}\n')
     with pytest.raises(ValueError, match=r"expected a run file of regard\.Monitor"):
@@ -380,11 +380,11 @@ def test_a_folder_gets_a_file(tmp_path):
     assert steps(tmp_path / "runs" / "first" / "attention.jsonl") == [0]
 
 
-def test_a_line_has_its_loss_wherever_it_is_told(tmp_path):
+def test_a_line_has_the_loss_logged_inside_or_after_the_step(tmp_path):
     model, path = reader(), tmp_path / "run.jsonl"
     monitor = Monitor(model, every=2, path=path)
     for step in range(5):
-        with monitor():  # counts by itself
+        with monitor():  # the next step
             loss = loss_of(model, tokens(2, 9, seed=step))
             if step == 0:
                 monitor.log(loss, 0.5)  # inside
@@ -399,7 +399,7 @@ def test_a_line_has_its_loss_wherever_it_is_told(tmp_path):
     assert "loss" not in third and "loss_max" not in third
 
 
-def test_tensorboard_reads_it_back(tmp_path):
+def test_tensorboard_receives_the_metrics(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 
@@ -419,7 +419,7 @@ def test_tensorboard_reads_it_back(tmp_path):
 
 
 class Run:
-    """W&B's run, as far as we use it: rows that end at commit or at a later step."""
+    """The part of a W&B run that we use: a row ends at a commit or at a later step."""
 
     def __init__(self):
         self.rows, self.row, self.step, self.metrics = {}, {}, 0, {}
@@ -443,7 +443,7 @@ class Run:
 
 
 @pytest.mark.parametrize("user", ["explicit", "plain", "silent"])
-def test_wandb_keeps_our_rows_and_the_users(tmp_path, user):
+def test_wandb_keeps_our_values_and_those_of_the_user(tmp_path, user):
     run, model = Run(), reader()
     monitor = Monitor(model, every=2, path=tmp_path / "run.jsonl", wandb=run)
     for step in range(6):
@@ -468,13 +468,13 @@ def test_wandb_itself(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     with wandb.init(mode="offline", dir=str(tmp_path), project="p", settings=wandb.Settings(console="off")) as run:
         go(reader(), tmp_path / "run.jsonl", 0, 5)  # the active run is found
-        run.log({"mine": 1})  # which ends our last row, too
+        run.log({"mine": 1})  # also completes our last row
         assert run.summary["attn/step"] == 4
         assert run.summary["max_attention_logit"] == pytest.approx(
             samples(tmp_path / "run.jsonl")[-1]["max_attention_logit"], rel=1e-5
         )
     assert wandb.run is None
-    go(reader(), tmp_path / "none.jsonl", 0, 1)  # none is active: none is asked
+    go(reader(), tmp_path / "none.jsonl", 0, 1)  # no run is active
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -484,10 +484,10 @@ def heads(layer, entropy, score):
     return Heads(layer, [entropy, entropy + 0.01], entropy, [score, score / 2])
 
 
-def test_a_large_score_is_told_once_until_it_has_fallen():
-    watch = EventDetector()
+def test_a_large_score_is_reported_once_until_it_has_fallen():
+    detector = EventDetector()
     scores = [3, 99, 101, 300, 98, 101, 50, 120]
-    found = [watch.sampled(step, [heads(3, 0.8, score)]) for step, score in enumerate(scores)]
+    found = [detector.sampled(step, [heads(3, 0.8, score)]) for step, score in enumerate(scores)]
     alarms = [[e for e in some if e.rule == "logit-alarm"] for some in found]
     assert [bool(some) for some in alarms] == [False, False, True, False, False, False, False, True]
     [event] = alarms[2]
@@ -499,64 +499,64 @@ def test_a_large_score_is_told_once_until_it_has_fallen():
 def test_a_spike_is_6_deviations_above_the_last_128_values(name):
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(400, generator=generator).tolist()
-    watch = EventDetector()
+    detector = EventDetector()
     values = [2 + 0.1 * x for x in noise]
     before = torch.tensor(values[300 - 128 : 300], dtype=torch.float64)
     line = float(before.mean() + 6 * before.std(correction=0))
     for step, value in enumerate(values):
         if step == 300:
-            almost = copy.deepcopy(watch)
+            almost = copy.deepcopy(detector)
             assert almost.logged(step, **{name: line - 1e-6}) == []
-            [event] = watch.logged(step, **{name: line + 1e-6})
+            [event] = detector.logged(step, **{name: line + 1e-6})
             assert (event.rule, event.step, event.metric, event.layer) == ("spike", 300, name, None)
             assert event.threshold == pytest.approx(line)
         else:
-            assert watch.logged(step, **{name: value}) == []
+            assert detector.logged(step, **{name: value}) == []
 
 
 def test_a_spike_of_the_largest_score_names_the_head():
-    watch = EventDetector()
+    detector = EventDetector()
     for step in range(40):
-        assert watch.sampled(step, [heads(1, 0.8, 5 + step % 2)]) == []
-    [event] = watch.sampled(40, [heads(1, 0.8, 30)])
+        assert detector.sampled(step, [heads(1, 0.8, 5 + step % 2)]) == []
+    [event] = detector.sampled(40, [heads(1, 0.8, 30)])
     assert (event.rule, event.layer, event.head, event.value) == ("spike", 1, 0, 30)
 
 
-def test_a_loss_that_is_no_number():
-    watch = EventDetector()
-    found = [watch.logged(step, loss=value) for step, value in enumerate([1.0, math.nan, math.inf, 1.0, math.nan])]
+def test_a_loss_that_is_not_finite():
+    detector = EventDetector()
+    found = [detector.logged(step, loss=value) for step, value in enumerate([1.0, math.nan, math.inf, 1.0, math.nan])]
     assert [len(some) for some in found] == [0, 1, 0, 0, 1]
     assert found[1][0].rule == "not-finite" and found[1][0].value is None
 
 
-def series(watch, entropies, losses):
+def series(detector, entropies, losses):
     """A sample every 10 steps."""
     found = []
     for step, loss in enumerate(losses):
-        found += watch.logged(step, loss=loss)
+        found += detector.logged(step, loss=loss)
         if step % 10 == 9:
-            found += watch.sampled(step, [heads(0, entropies[step // 10], 5.0)])
+            found += detector.sampled(step, [heads(0, entropies[step // 10], 5.0)])
     return [event for event in found if event.rule == "collapse-dip"]
 
 
-def test_a_collapse_is_a_dip_together_with_a_swinging_loss():
+def test_a_collapse_is_a_dip_together_with_an_oscillating_loss():
     generator = torch.Generator().manual_seed(0)
     noise = (0.05 * torch.randn(200, generator=generator)).tolist()
     calm = [3 - 0.01 * step + noise[step] for step in range(200)]
-    swinging = [x + (0.8 * (step % 4 < 2) if 130 <= step < 170 else 0) for step, x in enumerate(calm)]
+    oscillating = [x + (0.8 * (step % 4 < 2) if 130 <= step < 170 else 0) for step, x in enumerate(calm)]
     steady, dipping = [0.8] * 20, [0.8] * 14 + [0.3] * 6
     assert series(EventDetector(), steady, calm) == []
-    assert series(EventDetector(), steady, swinging) == []  # the loss alone is no collapse
-    assert series(EventDetector(), dipping, calm) == []  # nor is a head that finds its place
-    [event] = series(EventDetector(), dipping, swinging)
+    assert series(EventDetector(), steady, oscillating) == []  # an oscillating loss alone is no collapse
+    assert series(EventDetector(), dipping, calm) == []  # nor is a dip alone
+    [event] = series(EventDetector(), dipping, oscillating)
     assert (event.step, event.layer, event.head, event.value) == (149, 0, 0, 0.3)
     assert event.threshold == pytest.approx(0.4) and "2303.06296" in event.source
     slow = [0.8 - 0.02 * n for n in range(20)]
-    assert series(EventDetector(), slow, swinging) == []  # not sharp
+    assert series(EventDetector(), slow, oscillating) == []  # not sharp
 
 
 def test_a_sudden_fall_of_the_loss_is_no_collapse():
-    """A head learns something at once: entropy dips and the loss falls off a cliff."""
+    """A head learns something in a few steps: its entropy dips and the loss falls steeply."""
     generator = torch.Generator().manual_seed(1)
     noise = (0.02 * torch.randn(200, generator=generator)).tolist()
     losses = [(3.0 if step < 140 else max(1.0, 3 - 0.2 * (step - 139))) + noise[step] for step in range(200)]
@@ -567,13 +567,15 @@ def test_a_sudden_fall_of_the_loss_is_no_collapse():
 @given(st.integers(0, 10**6), st.floats(1e-3, 0.3), st.floats(0.5, 0.999))
 def test_a_healthy_series_raises_no_alarm(seed, noise, decay):
     generator = torch.Generator().manual_seed(seed)
-    draws = (noise * (2 * torch.rand(300, generator=generator) - 1)).tolist()  # normal ones may be six deviations off
-    watch = EventDetector()
+    draws = (
+        noise * (2 * torch.rand(300, generator=generator) - 1)
+    ).tolist()  # uniform, because normal ones may be six deviations away
+    detector = EventDetector()
     for step in range(300):
-        assert watch.logged(step, loss=2 + 3 * decay**step + draws[step], grad_norm=1 + abs(draws[step])) == []
+        assert detector.logged(step, loss=2 + 3 * decay**step + draws[step], grad_norm=1 + abs(draws[step])) == []
         if step % 10 == 0:
             entropy = 0.95 - 0.5 * step / 300 + 0.02 * draws[step]
-            assert watch.sampled(step, [heads(0, entropy, 3 + step / 20 + abs(draws[step]))]) == []
+            assert detector.sampled(step, [heads(0, entropy, 3 + step / 20 + abs(draws[step]))]) == []
 
 
 def test_a_healthy_run_is_silent_and_one_that_collapses_is_not(tmp_path, caplog):
@@ -600,7 +602,7 @@ def test_a_healthy_run_is_silent_and_one_that_collapses_is_not(tmp_path, caplog)
                 assert {"step", "layer", "head", "value", "threshold", "why", "remedy", "source"} <= e.keys()
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- state ------------------------------------------------------------------------------------------------------------
 
 
 def queries_of(layer):
@@ -608,7 +610,7 @@ def queries_of(layer):
     return layer.mix.weight[:32]
 
 
-def test_a_resumed_run_says_what_an_uninterrupted_one_says(tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     torch.manual_seed(0)
     model = reader(width=32)
     data = [(tokens(4, 12, seed=s), 1.0) for s in range(90)]
@@ -623,7 +625,7 @@ def test_a_resumed_run_says_what_an_uninterrupted_one_says(tmp_path):
             factor = 8.0 if step >= 60 else 1 + step % 7 / 10
             with torch.no_grad():
                 for layer in model.layers:
-                    queries_of(layer).mul_(factor)  # louder scores, without training: the same in both
+                    queries_of(layer).mul_(factor)  # larger scores without training: the same in both runs
             with monitor(step):
                 loss = loss_of(model, ids)
             with torch.no_grad():
@@ -637,7 +639,7 @@ def test_a_resumed_run_says_what_an_uninterrupted_one_says(tmp_path):
         return saved
 
     part(tmp_path / "whole.jsonl", 0, 90)
-    saved = part(tmp_path / "broken.jsonl", 0, 75, upto=57)  # it went on to 74, then the machine stopped
+    saved = part(tmp_path / "broken.jsonl", 0, 75, upto=57)  # it continued to step 74 before it was stopped
     part(tmp_path / "broken.jsonl", 58, 90, saved)
     whole, broken = (lines(tmp_path / f"{name}.jsonl")[1:] for name in ("whole", "broken"))
     assert {line["event"] for line in whole if "event" in line and line["step"] >= 58} == {"spike", "collapse-dip"}
@@ -646,12 +648,12 @@ def test_a_resumed_run_says_what_an_uninterrupted_one_says(tmp_path):
         assert a.keys() == b.keys()
         for name in a:
             assert a[name] == (pytest.approx(b[name], rel=1e-4) if isinstance(a[name], float) else b[name]), name
-    # Without its memory it would not:
+    # Without the saved state the events differ:
     part(tmp_path / "forgetful.jsonl", 58, 90)
     assert len(events(tmp_path / "forgetful.jsonl")) != sum(e["step"] >= 58 for e in events(tmp_path / "whole.jsonl"))
 
 
-def test_wrong_memory(tmp_path):
+def test_wrong_state(tmp_path):
     monitor = Monitor(reader(), path=tmp_path / "run.jsonl")
     for state in (3, {}, {"version": 2}):
         with pytest.raises(ValueError, match="state: expected what"):

@@ -57,7 +57,7 @@ def test_steps_and_losses_are_the_trainers(tmp_path):
     assert all(not m._forward_pre_hooks and not m._forward_hooks for m in model.modules())
 
 
-def test_accumulation_and_checkpointing_give_the_numbers_of_one_batch(tmp_path):
+def test_accumulation_and_checkpointing_give_the_metrics_of_one_batch(tmp_path):
     trained(tmp_path / "plain", regard.hf.MonitorCallback(every=2), steps=4, per_device_train_batch_size=8)
     trained(
         tmp_path / "parts", regard.hf.MonitorCallback(every=2), steps=4, per_device_train_batch_size=2,
@@ -68,7 +68,7 @@ def test_accumulation_and_checkpointing_give_the_numbers_of_one_batch(tmp_path):
     for a, b in zip(plain, parts, strict=True):
         assert a["rows"] == b["rows"]
         for name in a:
-            assert a[name] == pytest.approx(b[name], rel=2e-3, abs=2e-3), name  # after steps of the optimizer
+            assert a[name] == pytest.approx(b[name], rel=2e-3, abs=2e-3), name  # after several optimizer steps
 
 
 @pytest.mark.parametrize("restore", [False, True])
@@ -85,7 +85,7 @@ def test_a_resumed_training_gives_the_same_lines(tmp_path, restore):
     assert [line["step"] for line in lines(broken / "attention.jsonl.stale") if "event" not in line] == [9, 12]
 
 
-def test_a_checkpoint_of_before_the_callback(tmp_path):
+def test_a_checkpoint_from_before_the_callback(tmp_path):
     trained(tmp_path, hf.TrainerCallback(), steps=6)
     trained(tmp_path, regard.hf.MonitorCallback(every=3), str(tmp_path / "checkpoint-6"))
     assert [line["step"] for line in samples(tmp_path / "attention.jsonl")] == [9, 12]
@@ -105,10 +105,10 @@ def test_tensorboard_if_the_trainer_reports_to_it(tmp_path):
     assert [s.step for s in scalars] == [1, 2]
 
 
-def test_two_processes_see_what_one_sees(tmp_path):
-    """torchrun: the halves of each batch, joined by one all-reduce in each sampled step; the first process writes. They
-    agree on the layers before the first, and where one of them sees a layer for the first time; one that saw nothing
-    is no reason to stop. Processes that number their layers differently are told so, all of them."""
+def test_two_processes_give_the_metrics_of_one(tmp_path):
+    """With torchrun each process has half of each batch. One all-reduce per sampled step joins them, and the first
+    process writes. The processes agree on the layers before the first all-reduce and when one of them sees a new layer;
+    a process may see none. If processes number their layers differently, all of them raise."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
     subprocess.run(

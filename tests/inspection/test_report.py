@@ -1,8 +1,8 @@
-"""The report: one file that needs nothing, shows what is in the record and runs nothing that is in the record.
+"""The report: one file that loads nothing, shows the record and executes nothing of it.
 
-The page itself is tested in headless Chromium. Where there is none these tests are skipped and counted;
-REGARD_REQUIRE_BROWSER=1 makes that a failure, REGARD_BROWSER names another browser of the family, and
-REGARD_SCREENSHOTS a folder that keeps the screenshots.
+The page itself is tested in headless Chromium. Without it these tests are skipped and counted;
+REGARD_REQUIRE_BROWSER=1 makes that a failure, REGARD_BROWSER names another Chromium, and REGARD_SCREENSHOTS a folder
+for screenshots.
 """
 
 import base64
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def hostile() -> dict:
-    """A record with script wherever text can be."""
+    """A record with a script in every text."""
     record = copy.deepcopy(inspection())
     record["provenance"].update(model=ATTACK, text=ATTACK, problem=ATTACK)
     record["window"]["tokens"][5] = ATTACK
@@ -44,10 +44,16 @@ def hostile() -> dict:
     return record
 
 
+def scripts() -> list:
+    found = [file for file in resources.files("regard.inspection").iterdir() if file.name.endswith(".js")]
+    assert len(found) == 5
+    return found
+
+
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_file_holds_the_record():
+def test_the_file_contains_the_record():
     record = inspection()
     page = to_html(record)
     data = json.loads(part(page, r'<script type="application/json" id="data">(.*?)</script>'))
@@ -75,16 +81,15 @@ def test_the_policy_allows_the_page_s_own_script_and_style_only():
     assert "{{" not in page
 
 
-def test_nothing_is_referred_to():
+def test_the_file_refers_to_nothing():
     page = to_html(inspection())
-    assert set(re.findall(r"https?://[\w./-]+", page)) == {"http://www.w3.org/2000/svg"}  # a name, not a place
+    assert set(re.findall(r"https?://[\w./-]+", page)) == {"http://www.w3.org/2000/svg"}  # a namespace, not an address
     assert re.findall(r'(?:src|href)="([^"]*)"', page) == ["data:,"]
     assert "@import" not in page and "url(" not in part(page, r"<style>(.*?)</style>")
 
 
 def test_text_is_never_markup():
-    folder = resources.files("regard.inspection")
-    script = "".join(folder.joinpath(name).read_text("utf-8") for name in ("plots.js", "page.js"))
+    script = "".join(file.read_text("utf-8") for file in scripts())
     for unsafe in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function"):
         assert unsafe not in script
     page = to_html(hostile(), hostile())
@@ -95,12 +100,12 @@ def test_text_is_never_markup():
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node, which checks the script's syntax, is not installed")
 def test_the_script_parses():
-    for name in ("plots.js", "page.js", "training.js"):
-        with resources.as_file(resources.files("regard.inspection").joinpath(name)) as path:
+    for file in scripts():
+        with resources.as_file(file) as path:
             subprocess.run(["node", "--check", str(path)], check=True)
 
 
-def test_a_wheel_carries_the_page(tmp_path):
+def test_a_wheel_contains_the_pages(tmp_path):
     code = (
         "import sys; from scikit_build_core.build import build_wheel; "
         "print(build_wheel(sys.argv[1], {'wheel.cmake': 'false', 'wheel.py-api': 'py3'}))"
@@ -109,7 +114,7 @@ def test_a_wheel_carries_the_page(tmp_path):
     subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
     [wheel] = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    parts = ("page.html", "page.css", "page.js", "plots.js", "training.html", "training.js")
+    parts = {"page.html", "page.css", "training.html"} | {file.name for file in scripts()}
     assert {f"regard/inspection/{part}" for part in parts} <= set(names)
 
 
@@ -127,7 +132,7 @@ def test_records_of_other_shapes_are_not_compared():
 
 
 class Show:
-    """show(record, other, ...) -> the page; what went wrong and what was asked for is kept."""
+    """show(record, other, ...) opens the page; errors and requests are kept."""
 
     def __init__(self, browser, folder: Path) -> None:
         self.browser, self.folder = browser, folder
@@ -150,7 +155,7 @@ class Show:
 
 @pytest.fixture
 def show(browser, tmp_path):
-    """Afterwards: no error, and nothing was asked for but the file."""
+    """Afterwards: there was no error and no request except for the file."""
     show = Show(browser, tmp_path)
     yield show
     assert show.errors == []
@@ -186,7 +191,7 @@ def test_the_metric_changes_the_map(show):
     page.check("#stretch")
     assert fills(page) != before
     norms = [h["mean"]["relative_norm"] for h in record["heads"]]
-    assert fills(page)[norms.index(min(norms))] == "rgb(68,1,84)"  # the end of the scale is the smallest value found
+    assert fills(page)[norms.index(min(norms))] == "rgb(68,1,84)"  # the lower end of the scale is the smallest value
     page.uncheck("#stretch")
     page.select_option("#metric", "first_key_mass")
     page.select_option("#kind", "max")
@@ -219,7 +224,7 @@ def test_the_keyboard_reaches_and_moves(show):
             break
     else:
         pytest.fail("Tab does not reach the map")
-    # It begins at the gravest finding, layer 2, head 0.
+    # The page opens at the most severe finding, layer 2, head 0.
     page.keyboard.press("ArrowUp")
     page.keyboard.press("ArrowRight")
     assert page.inner_text("#readout").startswith("Layer 1, head 1: entropy / log n")
@@ -273,8 +278,8 @@ def test_an_address_names_a_head(show):
 
 def test_the_views_of_a_head(show):
     record = inspection()
-    page = show(record, address="#L0H0")  # reads the token before
-    assert page.locator("#position path").count() == 2  # the head and the null
+    page = show(record, address="#L0H0")  # a previous-token head
+    assert page.locator("#position path").count() == 2  # the head and equal weights
     assert page.locator("#path path").count() == 1
     assert "τ = 1:" in page.inner_text("#path .readout")
     page.focus("#path svg[tabindex]")
@@ -352,11 +357,11 @@ def test_texts_of_different_lengths_are_compared_as_far_as_both_go(show):
     long, short = inspection(), inspection(text=" ".join(TEXT.split(" ")[:40]))
     for first, second in ((long, short), (short, long)):
         page = show(first, second)
-        assert page.locator("#position path").count() == 3  # both, and the null
+        assert page.locator("#position path").count() == 3  # both heads and equal weights
         assert ("(second) –" in page.inner_text("#position .readout")) == (first is long)
 
 
-def test_what_tells_most_comes_first(show):
+def test_the_most_informative_statistics_come_first(show):
     page = show(inspection())
     columns = page.eval_on_selector_all("#table thead button", "nodes => nodes.map(n => n.dataset.column)")
     telling = ["entropy", "normalized_entropy", "score_variance", "first_key_mass", "max_weight", "max_scores"]
@@ -364,14 +369,14 @@ def test_what_tells_most_comes_first(show):
     assert set(inspection()["statistics"]) <= set(columns)
 
 
-def test_two_that_do_not_match_say_so(show):
+def test_records_of_different_shapes_show_a_message(show):
     page = show(inspection(), tiled(inspection(), 4, 8))
     assert "Not compared head by head: the first has 6 layers" in page.inner_text("#comparison-message")
     assert not page.is_visible("#view")
     assert page.locator("#map rect.cell").count() == 48
 
 
-def test_script_in_the_text_is_shown_and_not_run(show):
+def test_a_script_in_the_text_is_shown_and_not_executed(show):
     page = show(hostile(), hostile())
     page.select_option("#metric", ATTACK)
     page.select_option("#position-statistic", ATTACK)
@@ -384,14 +389,14 @@ def test_script_in_the_text_is_shown_and_not_run(show):
     assert ATTACK in page.inner_text("#top")
 
 
-def test_the_page_could_not_send_if_it_wanted(show):
+def test_the_policy_blocks_requests(show):
     page = show(inspection())
     failures = []
     page.on("requestfailed", lambda request: failures.append((request.url, request.failure)))
     with page.expect_event("requestfailed"):
         page.evaluate("() => { new Image().src = 'https://example.invalid/x.png'; }")
     assert failures == [("https://example.invalid/x.png", "csp")]
-    assert show.requests.pop() == "https://example.invalid/x.png"  # the attempt, which the policy stopped
+    assert show.requests.pop() == "https://example.invalid/x.png"  # the request that the policy blocked
     assert "violates the following Content Security Policy" in show.errors.pop()
 
 
@@ -411,7 +416,7 @@ def test_models_of_any_size(show, layers, heads):
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 360), ("dark", 1280), ("dark", 360)])
-def test_it_reads_well_on_any_screen(show, tmp_path, scheme, width):
+def test_it_is_readable_on_any_screen(show, tmp_path, scheme, width):
     page = show(inspection(), inspection(seed=3), width=width, scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     for selector, ground in (("body", "body"), (".facts", "body"), (".tag", "#panel"), (".verdict", ".verdict")):

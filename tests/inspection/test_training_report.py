@@ -1,4 +1,4 @@
-"""`regard report`: the training page shows what is in the run file, needs nothing else and runs nothing of it."""
+"""`regard report`: the training page shows the run file, loads nothing else and executes nothing of it."""
 
 import json
 import math
@@ -50,7 +50,7 @@ def long_run(path: Path, layers: int = 48, count: int = 450) -> Path:
 
 
 def hostile(run: Path, path: Path) -> Path:
-    """Script wherever text can be."""
+    """A script in every text."""
     found = [json.loads(line) for line in run.read_text().splitlines()]
     for line in found:
         if "format" in line:
@@ -80,7 +80,7 @@ def test_the_record_is_what_was_measured(run):
     assert "collapse-dip" in training_verdict(record)
 
 
-def test_a_long_run_is_thinned_but_for_its_events(tmp_path):
+def test_a_long_run_is_thinned_except_at_its_events(tmp_path):
     path = long_run(tmp_path / "long.jsonl", layers=2, count=3 * SHOWN)
     event = {"step": 50 * 777, "event": "spike", "severity": "warning", "layer": None, "head": None, "metric": "loss"}
     event |= {"value": 1.0, "threshold": 1.0} | dict.fromkeys(("message", "why", "remedy", "source"), "x")
@@ -92,7 +92,7 @@ def test_a_long_run_is_thinned_but_for_its_events(tmp_path):
     assert record["steps"] == sorted(record["steps"])
 
 
-def test_the_file_refers_to_nothing_and_holds_the_record(run, tmp_path):
+def test_the_file_refers_to_nothing_and_contains_the_record(run, tmp_path):
     page = training_html(read_run(run))
     assert json.loads(part(page, r'id="data">(.*?)</script>')) == read_run(run)
     assert set(re.findall(r"https?://[\w./-]+", page)) == {"http://www.w3.org/2000/svg"}
@@ -150,7 +150,7 @@ HEAD = b'{"format": "regard-monitor", "version": 1}\n'
         (HEAD + b'{"step": 1, "loss": [], "attn/entropy/L00_p10": 1}\n', "expected a number as loss of step 1"),
     ],
 )
-def test_what_is_no_run_file_is_refused(command, tmp_path, content, message):
+def test_what_is_not_a_run_file_is_an_error(command, tmp_path, content, message):
     path = tmp_path / "run.jsonl"
     if content is not None:
         path.write_bytes(content)
@@ -159,7 +159,7 @@ def test_what_is_no_run_file_is_refused(command, tmp_path, content, message):
     assert "Traceback" not in result.output and result.exception.__class__ is SystemExit
 
 
-def test_a_folder_without_a_run_and_a_place_that_is_not_there(command, run, tmp_path):
+def test_a_folder_without_a_run_and_a_missing_output_folder(command, run, tmp_path):
     assert command(tmp_path).exit_code == 2
     result = command(run, "--out", tmp_path / "no" / "report.html")
     assert result.exit_code == 2 and "there is no folder" in result.output
@@ -194,7 +194,7 @@ def test_one_sample_is_enough(command, tmp_path):
 
 @pytest.fixture
 def show(browser, tmp_path):
-    """show(run file, ...) -> the page. Afterwards: no error, and nothing was asked for but the file."""
+    """show(run file, ...) opens the page. Afterwards: there was no error and no request except for the file."""
     opened, requests, errors = [], [], []
 
     def show(path, width=1280, scheme="light"):
@@ -233,7 +233,7 @@ def test_the_map_has_a_cell_for_each_layer_and_sample_and_a_metric_switch(show, 
     assert page.locator("#loss path.line").count() == 1 and page.locator("#logit path.line").count() == 1
 
 
-def test_values_are_read_off_everywhere_at_once(show, run):
+def test_the_cursor_moves_in_all_views(show, run):
     page = show(run)
     record = read_run(run)
     page.hover('#map rect[data-layer="1"][data-step="20"]')
@@ -272,7 +272,7 @@ def test_events_are_marked_listed_and_lead_to_their_step(show, run):
     assert "near" in (item.get_attribute("class") or "")
 
 
-def test_script_in_the_names_is_shown_and_not_run(show, run, tmp_path):
+def test_a_script_in_the_names_is_shown_and_not_executed(show, run, tmp_path):
     page = show(hostile(run, tmp_path / "hostile.jsonl"))
     page.locator("#events-list summary").first.click()
     page.hover("#map rect.cell >> nth=0")
@@ -293,7 +293,7 @@ def test_a_long_run_of_a_large_model(show, tmp_path):
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 360), ("dark", 1280)])
-def test_it_reads_well_on_any_screen(show, run, scheme, width):
+def test_it_is_readable_on_any_screen(show, run, scheme, width):
     page = show(run, width=width, scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     for selector, ground in (("body", "body"), (".facts", "body"), (".tag", "#events"), (".verdict", ".verdict")):

@@ -1,4 +1,4 @@
-"""The report pages in headless Chromium: a fixture, and what tests read from a page."""
+"""The report pages in headless Chromium: a fixture, and functions that read a page."""
 
 import importlib.util
 import os
@@ -53,6 +53,6 @@ def luminance(colour: list[int]) -> float:
 
 
 def contrast(page, selector: str, ground: str) -> float:
-    """As WCAG defines it; 4.5 is asked of text."""
+    """The contrast ratio of WCAG, which requires 4.5 for text."""
     a, b = luminance(colour_of(page, selector, "color")), luminance(colour_of(page, ground, "backgroundColor"))
     return (max(a, b) + 0.05) / (min(a, b) + 0.05)

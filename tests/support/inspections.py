@@ -1,5 +1,5 @@
-"""Records as `Inspection.to_json()` writes them, from a small transformer with random weights and a few heads made by
-hand: a sink, a previous-token head, a peaked one, a diffuse one, an induction head. Every number is measured on it."""
+"""Records as `Inspection.to_json()` writes them, measured on a small transformer with random weights and a few
+constructed heads: a sink, a previous-token head, a peaked one, a diffuse one, an induction head."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ WINDOW, TOP, QUERIES = 48, 8, 24
 def inspection(
     layers: int = 6, heads: int = 8, seed: int = 0, text: str = TEXT, views: bool = True, gain: float = 1.0
 ) -> dict[str, Any]:
-    """A record; do not change it (`copy.deepcopy` first). Without `views`: no paths, window or top keys.
+    """A record, which is cached: `copy.deepcopy` it before changing it. Without `views`: no paths, window or top keys.
 
-    `gain` multiplies the scores of the random heads: sqrt(32) is what a missing scale does.
+    `gain` multiplies the scores of the random heads: sqrt(32) is the effect of a missing scale.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = text.split(" ")
@@ -64,7 +64,7 @@ def inspection(
             (x @ w).unflatten(-1, (heads, D)).transpose(0, 1)[None].contiguous() for w in weights
         )  # [1, H, T, D]
         q = q * torch.empty(heads, 1, 1).uniform_(0.2, 8, generator=generator) * gain
-        _by_hand(layer, q, k, v, ids)
+        _construct_heads(layer, q, k, v, ids)
         out, aux = regard.attention(q, k, v, is_causal=True, return_aux=AuxRequest(**dict.fromkeys(STATISTICS, True)))
         rows = {name: getattr(aux, name)[0] for name in STATISTICS}  # [H, T]
         n = position + 1.0
@@ -121,7 +121,7 @@ def inspection(
 
 
 def tiled(record: dict[str, Any], layers: int, heads: int) -> dict[str, Any]:
-    """The record's heads over and over, as a model of another size, without paths, window and top keys."""
+    """The heads of a record, repeated to a model of another size, without paths, window and top keys."""
     entries = record["heads"]
     numbers = [(layer, head) for layer in range(layers) for head in range(heads)]
     chosen = [i % len(entries) for i in range(len(numbers))]
@@ -136,9 +136,9 @@ def tiled(record: dict[str, Any], layers: int, heads: int) -> dict[str, Any]:
     }
 
 
-def _by_hand(layer: int, q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> None:
-    """In layer 0: previous token, diffuse, sink, own token. In layer 1: induction, a dormant sink. In the last but
-    those: one head whose scores are as large as without 1/sqrt(D)."""
+def _construct_heads(layer: int, q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> None:
+    """In layer 0: previous token, diffuse, sink, own token. In layer 1: induction, a dormant sink. In layer 2: a head
+    with scores as large as without 1/sqrt(D), and a sink."""
     T, D = q.shape[-2:]
     heads = q.shape[1]
     if layer == 0:

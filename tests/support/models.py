@@ -1,4 +1,4 @@
-"""Small transformers models with random weights, one of each kind of attention."""
+"""Small transformers models with random weights, one for each kind of attention."""
 
 import torch
 import transformers as hf

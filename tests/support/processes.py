@@ -1,4 +1,4 @@
-"""Run by torchrun: two processes train on half of each batch and monitor it together.
+"""A program for torchrun: each of two processes trains on half of each batch, and both are monitored together.
 
 torchrun --nproc-per-node 2 tests/support/processes.py FOLDER KIND
 
@@ -24,7 +24,7 @@ STEPS = 5
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of unequal length, so that the halves have unequal weight."""
+    """Sequences of different lengths, so that the halves have different numbers of rows."""
     mask = torch.ones(6, 10, dtype=torch.long)
     mask[:3, 4 + step :] = 0
     return tokens(6, 10, seed=step), mask
@@ -32,7 +32,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @contextlib.contextmanager
 def counted() -> Iterator[list[str]]:
-    """The collectives that the block takes, in their order."""
+    """The collectives that the block calls, in order."""
     names = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce", "gather", "barrier")
     names += ("all_gather_object", "broadcast_object_list", "gather_object")
     originals = {name: getattr(dist, name) for name in names}
@@ -55,7 +55,7 @@ def counted() -> Iterator[list[str]]:
 
 
 def train(folder: Path, kind: str, rank: int = 0, world: int = 1) -> list[str]:
-    """The collectives that monitoring took."""
+    """Returns the collectives that the monitor called."""
     torch.set_num_threads(1)
     model = reader() if kind == "reader" else llama()
     inner = model
@@ -79,7 +79,7 @@ def train(folder: Path, kind: str, rank: int = 0, world: int = 1) -> list[str]:
 
 
 class Stack(nn.Module):
-    """So many attentions of its stack as it is asked for, in this order or from behind."""
+    """Calls the first `depth` attentions, or the last -`depth` if it is negative."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,8 +92,8 @@ class Stack(nn.Module):
         return x
 
 
-# In each step, how deep each process goes (0: it does nothing): the first step shows the second one nothing, and in the
-# third the first is not there to see the layer that is new.
+# The depth of each process in each step (0: no call). In the first step the second process sees no layer, and in the
+# third the first process does not see the new layer.
 DEPTHS = [(1, 0), (1, 1), (0, 2), (2, 2)]
 
 
@@ -127,5 +127,5 @@ if __name__ == "__main__":
         given = (rank, dist.get_world_size())
         taken = train_unequally(folder, *given) if kind == "late" else train(folder, kind, *given)
         (folder / f"{kind}-{rank}.json").write_text(json.dumps(taken))
-    gc.collect()  # a group is destroyed when nobody holds it; its threads must not outlive Python
+    gc.collect()  # a group is destroyed with its last reference; its threads must not outlive Python
     dist.destroy_process_group()

@@ -1,5 +1,5 @@
-"""Small models in training: a plain one whose attention calls `regard.attention`, a Llama of transformers, and what
-their heads do by definition."""
+"""Small models in training: a plain one whose attention calls `regard.attention`, a Llama of transformers, and the
+metrics of their heads by definition."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self.mix(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        self.seen = q.detach(), k.detach()  # for the definition
+        self.seen = q.detach(), k.detach()  # for `by_definition`
         p = self.dropout if self.training else 0.0
         mixed = regard.attention(q, k, v, None if mask is None else mask[:, None, None], p, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
@@ -71,7 +71,7 @@ def reader(seed: int = 0, **options: Any) -> Reader:
 
 
 def llama(**changes: Any) -> Any:
-    import transformers as hf  # not above: torchrun's processes begin sooner
+    import transformers as hf  # not at the top: the processes of torchrun start faster
 
     torch.manual_seed(0)
     configuration = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
@@ -95,7 +95,7 @@ def loss_of(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def by_definition(q: Tensor, k: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """{name: [H]} of one layer from its scores' matrix, over the rows of real tokens. mask [B, T]."""
+    """{name: [H]} of one layer from the matrix of its scores, over the rows of real tokens. mask [B, T]."""
     T = q.shape[2]
     scores = (q.double() @ k.double().mT) / math.sqrt(q.shape[-1])
     allowed = (torch.ones(T, T).tril().bool() & mask[:, None])[:, None]
@@ -131,7 +131,7 @@ def events(path: str | Path) -> list[dict[str, Any]]:
 
 
 def train(model: nn.Module, monitor: Any, steps: int, fast: float = 0.0, at: int = -1, rate: float = 3e-3, B: int = 8):
-    """Adam on a text that repeats itself; from step `at` on with the rate `fast`."""
+    """Adam on a repeating text; from step `at` on with the learning rate `fast`."""
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(3, WORDS, (200,), generator=generator).repeat(3)

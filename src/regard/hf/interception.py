@@ -100,8 +100,9 @@ class Interception:
         try:
             for name, problem in self.problems.items():
                 ours = self.replacements[name]
-                below = self.beneath[name]._stacks[name] if name in self.beneath else []
-                self._stacks[ours] = [self, *(other for other in below if other is not self)]
+                other = None if name is None else self.beneath.get(name)
+                below = [] if other is None or name is None else other._stacks[name]
+                self._stacks[ours] = [self, *(one for one in below if one is not self)]
                 install(ours, self._function(problem, self._stacks[ours]))
                 installed.append(ours)
                 _attached[ours] = self

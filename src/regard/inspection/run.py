@@ -28,8 +28,8 @@ def watch(model: nn.Module, *, statistics: Iterable[str] | None = None, patterns
 
     The Inspection fills as the model is called. Forward passes that activation checkpointing repeats are counted once.
     Afterwards the model is as it was. `statistics`: names of `AuxRequest`'s fields; None is all that the problem of the
-    model defines except `key_mass`, which costs most. `patterns` adds the mean weight on the query's own key, on the key
-    before it and on those that follow an earlier copy of its token (about one more pass over the keys).
+    model defines except `key_mass`, which costs most. `patterns` adds the mean weight on the query's own key, on the
+    key before it and on those that follow an earlier copy of its token (about one more pass over the keys).
     """
     recorder = Recorder(model, statistics, patterns)
     with recorder.listening():
