@@ -37,10 +37,12 @@ def test_no_file_imports_inspection():
 
 
 def test_type_checkers_see_the_names_of_run_time():
-    declared = set()
+    declared, loaded = set(), set()
     for node in ast.walk(ast.parse((FOLDER / "__init__.py").read_text())):
         if isinstance(node, ast.ImportFrom) and node.level == 1:
-            declared |= {alias.name for alias in node.names}
-    public = set(dir(hf)) - vars(hf).keys()
-    assert declared == public - {"MonitorCallback"}
-    assert all(getattr(hf, name) is not None for name in public)
+            declared |= {(f".{node.module}", alias.name) for alias in node.names}
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_NAMES":
+            loaded |= {(file, name) for file, names in ast.literal_eval(node.value).items() for name in names}
+    assert declared == loaded - {("..inspection.callback", "MonitorCallback")}
+    for _, name in loaded:
+        assert getattr(hf, name) is not None and name in dir(hf)

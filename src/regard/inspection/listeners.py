@@ -29,7 +29,9 @@ from .recorder import Recorder
 Real = Callable[[dict[str, Any]], Tensor | None]
 
 
-def listener(model: nn.Module, statistics: Iterable[str] | None, evaluation: bool, real: Real | None) -> Listener:
+def listener(
+    model: nn.Module, statistics: Iterable[str] | None, evaluation: bool, real: Real | None
+) -> TrainingListener:
     """The listener for this kind of model."""
     # A model of transformers can only exist if transformers is loaded; otherwise it is not loaded for this question.
     if "transformers" in sys.modules and hf.attentions(model):
@@ -213,4 +215,4 @@ def _attention_mask(given: dict[str, Any]) -> Tensor | None:
     return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 
-Listener = TransformersListener | ModuleListener
+TrainingListener = TransformersListener | ModuleListener
