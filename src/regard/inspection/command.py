@@ -59,7 +59,7 @@ def examine(
     inspection.about |= {
         "architecture": inspection.about["model"],
         "model": name,
-        "text": "our own text" if source is None else source.name,
+        "text": "the sample text" if source is None else source.name,
     }
     return inspection.record(thresholds)
 

@@ -27,6 +27,16 @@ PATTERNS = ("self_token", "previous_token", "induction")
 PARTS = ("sums", "counts", "rows", "maxima", "key_sums", "key_viewers")  # the tensors of a layer, for files
 
 
+def derived_channels(out: Tensor, entropy: Tensor, log_keys: Tensor) -> dict[str, Tensor]:
+    """The channels DERIVED of one call, [B, H, Tq] each, from its output [B, H, Tq, Dv], its entropies and the
+    logarithm of the number of keys of each row."""
+    return {
+        "output_norm": out.float().norm(dim=-1),
+        "log_keys": log_keys,
+        "normalized_entropy": torch.where(log_keys > 0, entropy / log_keys, torch.nan),
+    }
+
+
 def position_bins(positions: Tensor) -> Tensor:
     """The bin of each position (an integer tensor)."""
     octaves = (positions.clamp(min=EXACT).double() / EXACT).log2()

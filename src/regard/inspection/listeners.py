@@ -22,7 +22,7 @@ from ..features import Features
 from ..form import Form
 from ..hf.passes import in_backward  # this file does not load transformers
 from ..statistics import NAMES, AuxRequest, undefined
-from .layers import DERIVED, Layer
+from .layers import DERIVED, Layer, derived_channels
 from .patterns import count_admissible, sees_first_key
 from .recorder import Recorder
 
@@ -36,7 +36,9 @@ def listener(
     # A model of transformers can only exist if transformers is loaded; otherwise it is not loaded for this question.
     if "transformers" in sys.modules and hf.attentions(model):
         if real is not None:
-            raise ValueError("real: expected None for a transformers model, whose attention_mask says it")
+            raise ValueError(
+                "real: expected None for a transformers model, whose attention_mask is used, got a function"
+            )
         return TransformersListener(model, statistics, evaluation)
     return ModuleListener(model, statistics, evaluation, real)
 
@@ -186,11 +188,7 @@ class ModuleListener:
         values = {name: none if name in missing else results[name] for name in self.statistics}
         keys = results["support"] if full_support else count_admissible(form, None)[0]
         log_keys = (keys + (form.marginal == "sink")).clamp(min=1).log().expand(B, H, Tq)
-        values |= {
-            "output_norm": out.float().norm(dim=-1),
-            "log_keys": log_keys,
-            "normalized_entropy": torch.where(log_keys > 0, results["entropy"] / log_keys, torch.nan),
-        }
+        values |= derived_channels(out, results["entropy"], log_keys)
         if "first_key_mass" in values:
             values["first_key_mass"] = torch.where(sees_first_key(form), values["first_key_mass"], torch.nan)
         valid = results["max_scores"] > -torch.inf

@@ -20,9 +20,9 @@ from ..parts import describe
 from ..plan import weights_at
 from ..problem import Documents, RowsAndColumns, Transport
 from ..regularizers import KL
-from ..statistics import NAMES, AuxRequest
+from ..statistics import NAMES, AuxOutput, AuxRequest
 from . import provenance
-from .layers import DERIVED, PATTERNS, Layer, position_bins
+from .layers import DERIVED, PATTERNS, Layer, derived_channels, position_bins
 from .patterns import count_admissible, pattern_weights, plan_arguments, sees_first_key, with_prior
 from .result import Inspection
 from .views import Views
@@ -121,55 +121,58 @@ class Recorder:
         return self._attend_by_plan(call)
 
     def _attend_by_plan(self, call: hf.AttentionCall) -> Tensor:
-        arguments, place = call.arguments, call.place
-        statistics = self.inspection.statistics
-        (B, H, Tq, _), device = arguments["query"].shape, arguments["query"].device
-        real = None if place.real is None else place.real.to(device)
-        problem = arguments["problem"] or Transport()
-        is_kl = isinstance(problem.regularizer, KL)  # then the support contains every admissible key
-        wanted = {*statistics, "max_scores", "entropy", *(("support",) if is_kl else ())}
+        real = _real_queries(call)
+        request = self._request(call.arguments["problem"] or Transport(), real is not None)
+        out, aux = hf.attend(call.module, call.arguments, request)
+        if self.counts():
+            with torch.no_grad():
+                self._record(call, real, out, aux)
+        return out
+
+    def _request(self, problem: Transport, padded: bool) -> AuxRequest:
+        """The statistics to compute together with the output."""
+        wanted = {*self.inspection.statistics, "max_scores", "entropy"}
+        if isinstance(problem.regularizer, KL):  # then the support contains every admissible key
+            wanted.add("support")
         if self.inspection.patterns and AuxRequest.all(problem).lse:
             wanted.add("lse")
         # The mass of padding queries must not count. With both marginals they have none; otherwise key_mass needs a
         # pass of its own, as it does under checkpointing, whose second pass does not know the padding.
         both_marginals = isinstance(problem.marginal, RowsAndColumns)
-        if not both_marginals and (real is not None or torch.is_grad_enabled()):
+        if not both_marginals and (padded or torch.is_grad_enabled()):
             wanted.discard("key_mass")
-        out, aux = hf.attend(call.module, arguments, AuxRequest(**dict.fromkeys(wanted, True)))
-        if not self.counts():
-            return out
-        with torch.no_grad():
-            by_query, by_key = (None, None)
-            if not is_kl or "key_mass" in statistics:
-                by_query, by_key = count_admissible(lower(**arguments), real)
-            keys = aux.support if is_kl else by_query
-            assert keys is not None and aux.entropy is not None and aux.max_scores is not None
-            log_keys = hf.counted_keys(call.module, problem, keys).clamp(min=1).log().expand(B, H, Tq)
-            values = {name: getattr(aux, name) for name in statistics if name != "key_mass"}
-            plan = plan_arguments(arguments)
-            if "first_key_mass" in statistics:
-                values["first_key_mass"] = self._first_key_mass(call, values["first_key_mass"])
-            values |= {
-                "output_norm": out.float().norm(dim=-1),
-                "log_keys": log_keys,
-                "normalized_entropy": torch.where(log_keys > 0, aux.entropy / log_keys, torch.nan),
-            }
-            if self.inspection.patterns:
-                values |= pattern_weights(plan, aux.lse, place)
-            if self.views is not None and (real is not None or place.is_cross):
-                self.views.give_up()
-            elif self.views is not None:
-                self.views.add(call.name, arguments, plan)
-            valid = aux.max_scores > -torch.inf
-            if real is not None:
-                valid = valid & real[:, None]
-            layer = self._layer(call, H)
-            layer.add(values, valid, position_bins(place.positions))
-            if "key_mass" in statistics:
-                mass = aux.key_mass if aux.key_mass is not None else _key_mass(arguments, real)
-                assert by_key is not None
-                layer.add_keys(mass, by_key, position_bins(place.key_positions))
-        return out
+        return AuxRequest(**dict.fromkeys(wanted, True))
+
+    def _record(self, call: hf.AttentionCall, real: Tensor | None, out: Tensor, aux: AuxOutput) -> None:
+        """Add the rows of a call to its layer."""
+        arguments, place, statistics = call.arguments, call.place, self.inspection.statistics
+        B, H, Tq, _ = arguments["query"].shape
+        problem, plan = arguments["problem"] or Transport(), plan_arguments(arguments)
+        by_query = by_key = None
+        if not isinstance(problem.regularizer, KL) or "key_mass" in statistics:
+            by_query, by_key = count_admissible(lower(**arguments), real)
+        keys = aux.support if isinstance(problem.regularizer, KL) else by_query
+        assert keys is not None and aux.entropy is not None and aux.max_scores is not None
+        log_keys = hf.counted_keys(call.module, problem, keys).clamp(min=1).log().expand(B, H, Tq)
+        values = {name: getattr(aux, name) for name in statistics if name != "key_mass"}
+        if "first_key_mass" in statistics:
+            values["first_key_mass"] = self._first_key_mass(call, values["first_key_mass"])
+        values |= derived_channels(out, aux.entropy, log_keys)
+        if self.inspection.patterns:
+            values |= pattern_weights(plan, aux.lse, place)
+        if self.views is not None and (real is not None or place.is_cross):
+            self.views.give_up()
+        elif self.views is not None:
+            self.views.add(call.name, arguments, plan)
+        valid = aux.max_scores > -torch.inf
+        if real is not None:
+            valid = valid & real[:, None]
+        layer = self._layer(call, H)
+        layer.add(values, valid, position_bins(place.positions))
+        if "key_mass" in statistics:
+            mass = aux.key_mass if aux.key_mass is not None else _key_mass(arguments, real)
+            assert by_key is not None
+            layer.add_keys(mass, by_key, position_bins(place.key_positions))
 
     def _first_key_mass(self, call: hf.AttentionCall, on_key_0: Tensor) -> Tensor:
         """The weight on the first key of each query's sequence; NaN for queries that do not see it."""
@@ -185,7 +188,7 @@ class Recorder:
         arguments, place = call.arguments, call.place
         statistics = self.inspection.statistics
         B, H, Tq, _ = arguments["query"].shape
-        real = None if place.real is None else place.real.to(arguments["query"].device)
+        real = _real_queries(call)
         if real is not None and "key_mass" in statistics:
             raise ValueError("statistics: expected no key_mass for padded batches of attention by features")
         request = AuxRequest(**dict.fromkeys((*statistics, "mass"), True))
@@ -198,11 +201,8 @@ class Recorder:
             if "first_key_mass" in statistics and place.first is not None:  # the statistic is about key 0 only
                 begins = (place.first == 0)[:, None].to(out.device)
                 values["first_key_mass"] = torch.where(begins, values["first_key_mass"], torch.nan)
-            values |= {
-                "output_norm": out.float().norm(dim=-1),
-                "log_keys": by_query.clamp(min=1).log().expand(B, H, Tq),
-                "normalized_entropy": torch.full_like(aux.mass, torch.nan),
-            }
+            log_keys = by_query.clamp(min=1).log().expand(B, H, Tq)
+            values |= derived_channels(out, torch.full_like(aux.mass, torch.nan), log_keys)  # there is no entropy
             valid = aux.mass > 0 if real is None else (aux.mass > 0) & real[:, None]
             layer = self._layer(call, H)
             layer.add(values, valid, position_bins(place.positions))
@@ -220,6 +220,11 @@ class Recorder:
             order = {name: n for n, name in enumerate(self.interception.names.values())}
             self.inspection.layers.sort(key=lambda layer: order.get(layer.name, len(order)))
         return self._layers[call.name]
+
+
+def _real_queries(call: hf.AttentionCall) -> Tensor | None:
+    """`Place.real` on the device of the call."""
+    return None if call.place.real is None else call.place.real.to(call.arguments["query"].device)
 
 
 def _key_mass(arguments: dict[str, Any], real: Tensor | None) -> Tensor:
