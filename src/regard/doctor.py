@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import __version__
-from .backends.native import engine
-from .operator import BACKENDS, attention, select_backend
+from ._version import __version__
+from .backends import BACKENDS
+from .backends.native.engine import extension
+from .operator import attention, select_backend
 from .priors import ALiBi, Causal, Window
 from .problem import Free, Rows, Transport
 from .regularizers import FermiDirac, Tsallis
@@ -75,7 +76,7 @@ def engine() -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a missing engine is reported below
-            module, reason = engine.extension()
+            module, reason = extension()
     except ValueError as error:
         raise SettingError(str(error)) from None
     facts: dict[str, Any] = {"loaded": module is not None, "forced": os.environ.get("REGARD_ISA") or None}

@@ -20,9 +20,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import regard
 from regard import AuxRequest, Inspection, Transport, Tsallis
-from regard.form import lower
 from regard.inspection.layers import bin_starts, position_bins
-from regard.statistics import NAMES
+from regard.lowering import lower
+from regard.statistics import ROW_STATISTICS
 from support.checkpoints import smollm2, stories260k
 from support.models import build, inputs_of, padded
 
@@ -128,7 +128,7 @@ def test_every_statistic_is_the_mean_of_what_attention_returns(monkeypatch):
 
     monkeypatch.setattr("regard.hf.calls.attention", kept)
     inspection = regard.inspect(model, given)
-    assert len(seen) == 2 and inspection.statistics == tuple(n for n in NAMES if n != "key_mass")
+    assert len(seen) == 2 and inspection.statistics == tuple(n for n in ROW_STATISTICS if n != "key_mass")
     real = given["attention_mask"].bool()[:, None]
     for n, call in enumerate(seen):
         _, aux = regard.attention(**call, return_aux=AuxRequest.all(), backend="torch")
@@ -231,13 +231,13 @@ def test_padding_of_sound_is_not_counted(kind):
         more = {"add_adapter": True, "num_adapter_layers": 1, "output_hidden_size": 16} if kind == "adapter" else {}
         model = hf.Wav2Vec2ForCTC(hf.Wav2Vec2Config(**sizes, **more, vocab_size=8))
     sounds = [torch.randn(1, n, generator=torch.Generator().manual_seed(n)) for n in (400, 230)]
-    alone = regard.inspect(model, [{"input_values": sound} for sound in sounds], statistics=NAMES)
+    alone = regard.inspect(model, [{"input_values": sound} for sound in sounds], statistics=ROW_STATISTICS)
     mask = (torch.arange(400) < torch.tensor([[400], [230]])).long()
     padded = {
         "input_values": torch.cat([sounds[0], torch.nn.functional.pad(sounds[1], (0, 170))]),
         "attention_mask": mask,
     }
-    together = regard.inspect(model, padded, statistics=NAMES)
+    together = regard.inspect(model, padded, statistics=ROW_STATISTICS)
     assert together.rows == 39 + 22
     assert_same(together, alone)
 
@@ -405,7 +405,7 @@ def test_padding_changes_nothing_with_any_cache(name, cache):
     found = []
     for pad, options in ((padding[:, :0], {}), (padding, {"cache_implementation": cache}), (padding, {})):
         given = {"input_ids": torch.cat([pad, ids], 1), "attention_mask": torch.cat([pad, torch.ones_like(ids)], 1)}
-        with regard.watch(model, statistics=NAMES) as seen:
+        with regard.watch(model, statistics=ROW_STATISTICS) as seen:
             model.generate(**given, max_new_tokens=8, do_sample=False, **(options if cache == "static" else {}))
         found.append(seen)
     assert found[0].rows == 16
@@ -415,12 +415,12 @@ def test_padding_changes_nothing_with_any_cache(name, cache):
 
 def test_a_window_hides_the_first_key_of_a_padded_sequence():
     model, ids = build("mistral"), tokens(64, 1, 20)
-    alone = regard.inspect(model, ids, statistics=NAMES, patterns=True)
+    alone = regard.inspect(model, ids, statistics=ROW_STATISTICS, patterns=True)
     for left in (3, 9):
         padding = torch.zeros(1, left, dtype=torch.long)
         given = {"input_ids": torch.cat([padding, ids], 1), "attention_mask": torch.cat([padding, ids * 0 + 1], 1)}
         given["position_ids"] = (given["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-        assert_same(regard.inspect(model, given, statistics=NAMES, patterns=True), alone)
+        assert_same(regard.inspect(model, given, statistics=ROW_STATISTICS, patterns=True), alone)
 
 
 def test_parts_of_a_model_called_directly():
@@ -435,13 +435,15 @@ def test_parts_of_a_model_called_directly():
     assert_same(seen, regard.inspect(model, given))
 
     model, given = build("t5"), inputs_of("t5", "right")
-    expected = regard.inspect(model, given, statistics=NAMES)
+    expected = regard.inspect(model, given, statistics=ROW_STATISTICS)
     given.pop("decoder_input_ids")
-    with torch.no_grad(), regard.watch(model, statistics=NAMES) as seen:
+    with torch.no_grad(), regard.watch(model, statistics=ROW_STATISTICS) as seen:
         model.encoder(**given)
     encoder = Inspection(expected.statistics, layers=expected.layers[:2])
     assert_same(seen, encoder)
-    with regard.watch(model, statistics=NAMES) as seen:  # calls the encoder directly, and the decoder step by step
+    with regard.watch(
+        model, statistics=ROW_STATISTICS
+    ) as seen:  # calls the encoder directly, and the decoder step by step
         model.generate(**given, max_new_tokens=4, do_sample=False)
     assert_same(Inspection(seen.statistics, layers=seen.layers[:2]), encoder)
     assert [int(layer.rows[:, 0].sum()) for layer in seen.layers[2:]] == [8] * 4
@@ -463,7 +465,9 @@ def test_a_decoder_whose_tokens_are_made_from_labels():
 def test_a_decoder_reads_its_encoder_from_the_first_real_token():
     """The decoder is longer than the encoder: every query sees the first key, which is not key 0 with padding."""
     model, ids, decoded = build("t5"), tokens(64, 1, 6), tokens(64, 1, 15, 1)
-    alone = regard.inspect(model, {"input_ids": ids, "decoder_input_ids": decoded}, statistics=NAMES, patterns=True)
+    alone = regard.inspect(
+        model, {"input_ids": ids, "decoder_input_ids": decoded}, statistics=ROW_STATISTICS, patterns=True
+    )
     for layer in alone.layers[2:]:
         counts = layer.counts[:, layer.channels.index("first_key_mass")].sum(0)
         assert counts.tolist() == [15] * 4
@@ -478,7 +482,7 @@ def test_a_decoder_reads_its_encoder_from_the_first_real_token():
     # T5 uses relative distances: padding on the left changes nothing
     pad = torch.zeros(1, 5, dtype=torch.long)
     given = {"input_ids": torch.cat([pad, ids], 1), "attention_mask": torch.cat([pad, ids * 0 + 1], 1)}
-    found = regard.inspect(model, given | {"decoder_input_ids": decoded}, statistics=NAMES, patterns=True)
+    found = regard.inspect(model, given | {"decoder_input_ids": decoded}, statistics=ROW_STATISTICS, patterns=True)
     assert_same(found, alone)
 
 

@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounter
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import regard
-from regard import FermiDirac, Free, MatchEntropy, Monitor, Transport, Tsallis, operator
+from regard import FermiDirac, Free, MatchEntropy, Monitor, Transport, Tsallis, dispatch
 from regard.inspection.events import EventDetector, Heads, Limits
 from support.training import WORDS, Reader, by_definition, events, lines, llama, loss_of, reader, samples, tokens, train
 
@@ -261,10 +261,10 @@ def test_a_step_that_is_not_sampled_is_a_step_of_the_stock_model(tmp_path, monke
             runs.clear()
             torch.manual_seed(step)
             with monitor(step):
-                assert bool(hooks(model)) == bool(operator.observers or step % 3 == 0) == (step % 3 == 0)
+                assert bool(hooks(model)) == bool(dispatch.observers or step % 3 == 0) == (step % 3 == 0)
                 loss = loss_of(model, tokens(2, 9))
                 inside = len(runs)
-            assert hooks(model) == [] and operator.observers == []
+            assert hooks(model) == [] and dispatch.observers == []
             assert set(ALL_ATTENTION_FUNCTIONS) == names
             if isinstance(model, Reader):
                 assert inside == (4 if step % 3 == 0 else 2)
@@ -285,7 +285,7 @@ def test_an_exception_leaves_no_hooks_and_no_line(tmp_path, make):
     monitor = Monitor(model, every=1, path=tmp_path / "run.jsonl")
     with pytest.raises(IndexError), monitor(0):
         (loss_of(model, tokens(2, 9)) + loss_of(model, tokens(2, 9) + 1000)).backward()
-    assert hooks(model) == [] and operator.observers == []
+    assert hooks(model) == [] and dispatch.observers == []
     with monitor(1):
         loss_of(model, tokens(2, 9)).backward()
     monitor.close()

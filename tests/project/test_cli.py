@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import regard
 from regard import cli, doctor
 from regard.backends import BACKENDS
+from regard.backends.native import engine
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def run(monkeypatch):
 
 @pytest.fixture
 def without_engine(monkeypatch):
-    monkeypatch.setattr(native, "_loaded", (None, "the native engine was not built (no C++ compiler at installation?)"))
+    monkeypatch.setattr(engine, "_loaded", (None, "the native engine was not built (no C++ compiler at installation?)"))
 
 
 def test_the_command_is_installed():
@@ -88,7 +89,7 @@ def test_doctor_without_the_engine(run, without_engine):
 
 
 def test_an_engine_that_does_not_load_is_reported_as_broken(run, monkeypatch):
-    monkeypatch.setattr(native, "_loaded", (None, "the native engine does not load: undefined symbol"))
+    monkeypatch.setattr(engine, "_loaded", (None, "the native engine does not load: undefined symbol"))
     result = run("doctor")
     assert result.exit_code == 1 and "broken: the native engine does not load" in result.output
 

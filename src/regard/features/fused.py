@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_legacy_batchedtensor  # type: ignore[import-not-found]
 from torch.func import functional_call
 
-from .._compat import forward_mode
+from .._compat import dispatch_modes_active, forward_mode, is_legacy_batchedtensor, transforms_active
 from .._validate import compute_dtype
 from ..backends.native import features as engine
 from .sums import first_keys
@@ -28,9 +27,9 @@ class Kernel(NamedTuple):
 
 def declined(kernel: Kernel, tensors: tuple[Tensor, ...]) -> str | None:
     """Why the engine does not serve a call with these tensors, or None."""
-    if torch._C._are_functorch_transforms_active() or forward_mode():
+    if transforms_active() or forward_mode():
         return "serves neither transforms of torch.func nor forward mode"
-    if torch._C._len_torch_dispatch_stack():
+    if dispatch_modes_active():
         return "is invisible to modes that record every operator, as tracing does"
     if any(type(t) not in (Tensor, nn.Parameter) or not t.is_cpu for t in tensors):
         return "runs on plain CPU tensors only"
@@ -84,7 +83,7 @@ class _Fused(torch.autograd.Function):
         q, k, v, projection, keep, *outputs = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:5]
         batched = is_legacy_batchedtensor(grad)  # by is_grads_batched
-        transformed = torch._C._are_functorch_transforms_active() or forward_mode()
+        transformed = transforms_active() or forward_mode()
         if not (torch.is_grad_enabled() or batched or transformed):
             found = engine.backward(ctx.call, q, k, v, projection, keep, tuple(outputs), grad, needed)
             return (None, None, *found, None, None)

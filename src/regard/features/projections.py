@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._compat import in_backward
 from .._validate import describe, is_integer
 from . import fused
 from .base import Features
@@ -78,7 +79,7 @@ class ProjectedFeatures(Features):
 
     def begin_forward(self) -> None:
         # Activation checkpointing repeats a forward call in the backward pass: it must see the same directions.
-        if self.training and self.redraw_interval is not None and torch._C._current_graph_task_id() == -1:
+        if self.training and self.redraw_interval is not None and not in_backward():
             if torch.compiler.is_compiling():
                 raise RuntimeError(
                     "redraw_interval: expected None under torch.compile; call redraw() between the steps of training"

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from .._compat import transforms_active
 from .._validate import compute_dtype
 
 CHUNK = 64  # causal rows whose weights are computed pair by pair
@@ -67,7 +68,7 @@ def attend(
         and any(t.requires_grad for t in (q, k, v, *state))
         and max(Tq, Tk) > many
         and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
+        and not transforms_active()
     )
 
     def call(function: Callable[..., Any], *args: Any) -> Any:

@@ -7,11 +7,12 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from .. import operator
+from .. import dispatch
 from .._validate import describe
 from ..arguments import ScoreOptions, takes_options
 from ..form import Form
 from ..lowering import lower
+from ..operator import attention
 from ..problem import Transport
 from .inputs import check_tangent, check_temperature
 
@@ -95,7 +96,7 @@ def jvp(
 
     def attended(moved: dict[str, Tensor]) -> Any:
         q, k, v = (inputs | moved).values()
-        return operator.attention(q, k, v, problem=problem, softcap=softcap, **options)
+        return attention(q, k, v, problem=problem, softcap=softcap, **options)
 
     if not moving:
         out = attended({})

@@ -35,7 +35,6 @@ if TYPE_CHECKING:  # for type checkers and editors; `_NAMES` says the same at ru
     from .masks import StructuredMask, make_mask
     from .models import attentions, check, configurations, configurations_of
     from .parameters import RECORD, Retrofit
-    from .passes import in_backward
     from .positions import Place
     from .registry import install, problem_of, register, remove
     from .retrofitting import retrofit, retrofitted_parameters, unretrofit
@@ -49,7 +48,6 @@ _NAMES = {
     ".masks": ("StructuredMask", "make_mask"),
     ".models": ("attentions", "check", "configurations", "configurations_of"),
     ".parameters": ("RECORD", "Retrofit"),
-    ".passes": ("in_backward",),
     ".positions": ("Place",),
     ".registry": ("install", "problem_of", "register", "remove"),
     ".retrofitting": ("retrofit", "retrofitted_parameters", "unretrofit"),

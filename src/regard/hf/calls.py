@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._validate import describe
 from ..features import Features
 from ..operator import attention
-from ..parts import describe
-from ..problem import ALiBi, Bias, Budget, Causal, Documents, Prior, Rows, RowsAndColumns, Transport, Window
+from ..priors import ALiBi, Bias, Causal, Documents, Prior, Window
+from ..problem import Budget, Rows, RowsAndColumns, Transport
 from ..regularizers import KL
 from ..statistics import AuxOutput, AuxRequest
 from .masks import StructuredMask

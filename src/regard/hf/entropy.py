@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .._compat import in_backward
 from ..nn.stability import entropy_floor
 from ..problem import Budget, Transport
 from ..regularizers import KL
 from ..statistics import AuxRequest
 from .calls import attend, counted_keys
 from .interception import AttentionCall, Interception
-from .passes import in_backward
 
 
 @dataclass(frozen=True, eq=False)

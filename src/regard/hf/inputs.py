@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..parts import describe
+from .._validate import describe
 
 
 def batches(inputs: Any, batch_size: int | None = None) -> Iterator[dict[str, Any]]:

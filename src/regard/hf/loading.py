@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from ..parts import describe
+from .._validate import describe
 from .models import configurations
 from .parameters import RECORD
 from .registry import register

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from transformers import masking_utils
 
-from ..problem import Causal, Documents, Prior, Window
+from .._compat import pytree
+from ..priors import Causal, Documents, Prior, Window
 from .models import check_configuration
 
 

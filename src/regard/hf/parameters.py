@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..form import compute_dtype
-from ..parts import Scalar
+from .._validate import Scalar, compute_dtype
 
 PARAMETERS = {
     "temperature": ("log_temperature",),

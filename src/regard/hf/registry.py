@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .._validate import describe
 from ..features import Features
 from ..nn.declared import learned
-from ..parts import describe
 from ..problem import Transport
 from .calls import attention_function
 from .masks import make_mask

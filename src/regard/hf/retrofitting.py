@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._validate import describe
 from ..features import Features
-from ..parts import describe
 from ..statistics import AuxRequest
 from .calls import attend
 from .inputs import batches, evaluation_mode, prepared

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import hf, operator
+from .. import dispatch, hf
+from .._compat import in_backward, transforms_active
 from ..features import Features
 from ..form import Form
-from ..hf.passes import in_backward  # this file does not load transformers
-from ..statistics import NAMES, AuxRequest, undefined
+from ..statistics import ROW_STATISTICS, AuxRequest, undefined
 from .layers import DERIVED, Layer, derived_channels
 from .patterns import count_admissible, sees_first_key
 from .recorder import Recorder
@@ -47,7 +47,7 @@ def _names(wanted: Iterable[str] | None) -> tuple[str, ...]:
     """Statistics in their order. Entropy and the largest score, which the event rules need, are always included."""
     wanted = [*("max_weight", "score_variance", "first_key_mass")] if wanted is None else wanted
     wanted = {wanted} if isinstance(wanted, str) else set(wanted)
-    possible = tuple(name for name in NAMES if name != "key_mass")
+    possible = tuple(name for name in ROW_STATISTICS if name != "key_mass")
     for name in wanted:
         if name not in possible:
             raise ValueError(f"statistics: expected names among {', '.join(possible)}, got {name!r}")
@@ -146,11 +146,11 @@ class ModuleListener:
                 module.register_forward_pre_hook(self.before),
                 module.register_forward_hook(self.after, always_call=True),
             ]
-        operator.observers.append(self.seen)
+        dispatch.observers.append(self.seen)
         try:
             yield
         finally:
-            operator.observers.remove(self.seen)
+            dispatch.observers.remove(self.seen)
             for hook in hooks:
                 hook.remove()
             self.stack.clear()
@@ -175,7 +175,7 @@ class ModuleListener:
     @torch.no_grad()
     def _seen(self, form: Form, compute: Callable[[tuple[str, ...]], dict[str, Tensor]], out: Tensor) -> None:
         """A call of attention: add its statistics, row by row, to the layer of the module that made it."""
-        if not self.stack or not self.passes.count() or torch._C._are_functorch_transforms_active():
+        if not self.stack or not self.passes.count() or transforms_active():
             return
         B, H, Tq, Tk = form.shape
         if 0 in (B, H, Tq, Tk):
@@ -183,7 +183,7 @@ class ModuleListener:
         full_support = form.family == "kl" and not form.hard  # then the support contains every admissible key
         missing = {name for name in self.statistics if name not in self.strict and undefined(name, form) is not None}
         wanted = {*self.statistics, *(("support",) if full_support else ())} - missing
-        results = compute(tuple(name for name in NAMES if name in wanted))
+        results = compute(tuple(name for name in ROW_STATISTICS if name in wanted))
         none = torch.full_like(results["entropy"], torch.nan)
         values = {name: none if name in missing else results[name] for name in self.statistics}
         keys = results["support"] if full_support else count_admissible(form, None)[0]

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..parts import describe, is_integer
+from .._validate import describe, is_integer
 from . import provenance
 from .events import Event, EventDetector, Limits
 from .journal import Journal

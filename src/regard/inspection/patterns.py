@@ -11,7 +11,8 @@ from .. import hf
 from ..form import Form
 from ..operator import attention
 from ..plan import weights_at
-from ..problem import Documents, Prior, Rows, Transport, Window
+from ..priors import Documents, Prior, Window
+from ..problem import Rows, Transport
 from ..statistics import AuxRequest
 from .layers import PATTERNS
 

@@ -12,15 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from .. import hf
+from .._compat import in_backward
+from .._validate import describe
 from ..features import STATISTICS as FEATURES_STATISTICS
 from ..features import Features
-from ..form import lower
+from ..lowering import lower
 from ..operator import attention
-from ..parts import describe
 from ..plan import weights_at
-from ..problem import Documents, RowsAndColumns, Transport
+from ..priors import Documents
+from ..problem import RowsAndColumns, Transport
 from ..regularizers import KL
-from ..statistics import NAMES, AuxOutput, AuxRequest
+from ..statistics import ROW_STATISTICS, AuxOutput, AuxRequest
 from . import provenance
 from .layers import DERIVED, PATTERNS, Layer, derived_channels, position_bins
 from .patterns import count_admissible, pattern_weights, plan_arguments, sees_first_key, with_prior
@@ -45,19 +47,19 @@ class Recorder:
     def choose_statistics(self, wanted: Iterable[str] | None) -> tuple[str, ...]:
         """The statistics to record; by default all that every problem of the model defines, except key_mass."""
         if wanted is None:
-            common = set(NAMES) - {"key_mass"}
+            common = set(ROW_STATISTICS) - {"key_mass"}
             for problem in self.interception.problems.values():
                 if isinstance(problem, Features):
                     common &= set(FEATURES_STATISTICS)
                     continue
                 request = AuxRequest.all(problem)
-                common &= {name for name in NAMES if getattr(request, name)}
-            return tuple(name for name in NAMES if name in common)
+                common &= {name for name in ROW_STATISTICS if getattr(request, name)}
+            return tuple(name for name in ROW_STATISTICS if name in common)
         wanted = [wanted] if isinstance(wanted, str) else list(wanted)
         for name in wanted:
-            if name not in NAMES:
-                raise ValueError(f"statistics: expected names among {', '.join(NAMES)}, got {describe(name)}")
-        return tuple(name for name in NAMES if name in wanted)
+            if name not in ROW_STATISTICS:
+                raise ValueError(f"statistics: expected names among {', '.join(ROW_STATISTICS)}, got {describe(name)}")
+        return tuple(name for name in ROW_STATISTICS if name in wanted)
 
     def check_has_plans(self, option: str) -> None:
         """Raise if an attention of the model has no plan, which this option needs."""
@@ -113,7 +115,7 @@ class Recorder:
 
     def counts(self) -> bool:
         """Whether the pass under way is recorded. One that checkpointing repeats was recorded the first time."""
-        return not hf.in_backward()
+        return not in_backward()
 
     def attend(self, call: hf.AttentionCall) -> Tensor:
         if isinstance(call.problem, Features):

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..parts import describe
-from ..statistics import NAMES
+from .._validate import describe
+from ..statistics import ROW_STATISTICS
 from .findings import FORMAT, VERSION, find
 from .head_rules import Thresholds
 from .layers import DERIVED, PARTS, PATTERNS, Layer, bin_starts, with_bins
@@ -200,7 +200,7 @@ class Inspection:
                 for n, (name, index, heads, channels, calls) in enumerate(header["layers"]):
                     tensors = {part: file.get_tensor(f"{n}.{part}") for part in PARTS}
                     layers.append(Layer(name, index, heads, tuple(channels), calls=calls, **tensors))
-            statistics = tuple(name for name in NAMES if name in header["statistics"])
+            statistics = tuple(name for name in ROW_STATISTICS if name in header["statistics"])
             rest = (header[part] for part in ("batches", "digest", "patterns", "views"))
             return cls(statistics, header["about"], layers, *rest)
         except (SafetensorError, KeyError, TypeError) as error:

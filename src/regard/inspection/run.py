@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import hf
-from ..parts import describe
+from .._validate import describe
 from .recorder import Recorder
 from .result import Inspection
 from .views import Views

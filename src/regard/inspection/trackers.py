@@ -6,7 +6,7 @@ import sys
 from os import PathLike
 from typing import Any
 
-from ..parts import describe
+from .._validate import describe
 from .metrics import ALIAS
 
 

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends import torch as definition
-from ..form import Form, lower
-from ..plan import _lower_plan, path
-from ..problem import Bias, Budget, RowsAndColumns, Transport
+from ..backends import reference
+from ..form import Form
+from ..lowering import lower
+from ..plan import path, solved_rows
+from ..priors import Bias
+from ..problem import Budget, RowsAndColumns, Transport
 from .numbers import json_number, json_numbers
 
 WINDOW = 48  # queries and keys of the window
@@ -49,8 +51,7 @@ class Views:
         size = min(WINDOW, Tq)
         self.queries = sorted({round(i * (Tq - 1) / (QUERIES - 1)) for i in range(QUERIES)})
         self.path_queries = self.queries[:: -math.ceil(len(self.queries) / PATHS)]  # the last query is one of them
-        how = (plan["scale"], plan["enable_gqa"], plan["problem"], plan["softcap"], None)
-        form, _, shipped = _lower_plan(plan["query"], plan["key"], plan["attn_mask"], False, *how)
+        form, shipped = solved_rows(**plan)
         window = _rows(form, shipped, slice(0, size), size)[1][..., :size]
         roots = (255 * window.clamp(0, 1).sqrt()).round().byte().cpu()
         windows = [base64.b64encode(bytes(head.flatten().tolist())).decode() for head in roots]
@@ -104,7 +105,7 @@ def _rows(form: Form, shipped: Tensor | None, queries: slice, least: int) -> tup
     reach = form.key_range(queries)
     start = max(0, min(reach.start, Tk - least))
     block = form.cut(slice(0, 1), slice(0, H), queries, slice(start, max(reach.stop, start + least)))
-    weights = definition.attend(block, ("weights",))["weights"][0]
+    weights = reference.attend(block, ("weights",))["weights"][0]
     return start, weights if shipped is None else weights * shipped[0, :, queries, None]
 
 
@@ -121,7 +122,7 @@ def _temperature_paths(call: dict[str, Any], queries: list[int]) -> tuple[list[A
     scores, priors = [], []
     for i in queries:
         row = form.cut(slice(0, 1), slice(0, H), slice(i, i + 1), slice(0, Tk))
-        found, _ = definition.scores_of(row)
+        found, _ = reference.scores_of(row)
         allowed = row.admissible(1, Tk, found.device)
         prior = row.log_prior(1, Tk, found.dtype, found.device)
         scores.append(found if allowed is None else found.masked_fill(~allowed, -math.inf))

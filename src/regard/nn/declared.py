@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from .._compat import pytree
 from .._pytree import Part
 from .._validate import describe
 from ..problem import Transport
