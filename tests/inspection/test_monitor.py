@@ -103,7 +103,7 @@ def test_passes_that_checkpointing_repeats_count_once(tmp_path, make, repeat):
         # Reentrant checkpointing needs an input that requires grad.
         twice.enable_input_require_grads()
     calls = []
-    original = operator.run
+    original = dispatch.compute
 
     def counted(*args, **kwargs):
         calls.append(args)
@@ -111,7 +111,7 @@ def test_passes_that_checkpointing_repeats_count_once(tmp_path, make, repeat):
 
     expected = one_step(plain, tmp_path / "plain.jsonl", (ids, mask), (ids, None))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operator, "run", counted)
+        patch.setattr(dispatch, "compute", counted)
         found = one_step(twice, tmp_path / "twice.jsonl", (ids, mask), (ids, None))
     assert len(calls) > 2 * 2 * len(mask[0].new_zeros(1))  # the layers ran again
     assert_same(expected, found)
@@ -252,8 +252,8 @@ def hooks(model):
 
 def test_a_step_that_is_not_sampled_is_a_step_of_the_stock_model(tmp_path, monkeypatch):
     runs = []
-    original = operator.run
-    monkeypatch.setattr(operator, "run", lambda *a, **k: runs.append(a) or original(*a, **k))
+    original = dispatch.compute
+    monkeypatch.setattr(dispatch, "compute", lambda *a, **k: runs.append(a) or original(*a, **k))
     for model in (reader(dropout=0.2), llama()):
         before, names = copy.deepcopy(model), set(ALL_ATTENTION_FUNCTIONS)
         monitor = Monitor(model, every=3, path=tmp_path / f"{type(model).__name__}.jsonl")

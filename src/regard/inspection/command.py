@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import hf
 from .findings import check_format
-from .head_rules import RULES, Thresholds
+from .head_rules import Thresholds, rule_names
 from .journal import located, read_run
 from .result import Inspection
 from .rules import SEVERITIES
@@ -151,8 +151,9 @@ def read_any(path: Path) -> tuple[str, dict[str, Any]]:
 def judge(fail_on: list[str]) -> Callable[[dict[str, Any]], bool]:
     """A function that tells whether --fail-on names a finding: by its rule, by its severity, or by a lower severity."""
     for name in fail_on:
-        if name not in (*SEVERITIES, *RULES):
-            raise Refused(f"--fail-on: expected one of {', '.join((*SEVERITIES, *RULES))}, got {name!r}")
+        known = (*SEVERITIES, *rule_names())
+        if name not in known:
+            raise Refused(f"--fail-on: expected one of {', '.join(known)}, got {name!r}")
 
     def fails(finding: dict[str, Any]) -> bool:
         if finding["value"] is None:  # the rule could not be checked

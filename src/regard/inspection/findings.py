@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from .head_rules import HEAD_RULES, RULES, Head, HeadRule, Missing, Thresholds
+from .head_rules import HEAD_RULES, Head, HeadRule, Missing, Thresholds, rule_names
 from .numbers import count_of, short
 from .rules import SEVERITIES, Finding
 
@@ -32,7 +32,8 @@ def find(record: dict[str, Any], thresholds: Thresholds | None = None) -> list[F
     for entry in HEAD_RULES:
         found += _apply(entry, record, heads, limits)
     found = [*_over_peaked_model(found, len(heads), limits), *_explained_peaks(found)]
-    order = {f: (SEVERITIES.index(f.severity), RULES.index(f.rule), f.layer is not None) for f in found}
+    rules = rule_names()
+    order = {f: (SEVERITIES.index(f.severity), rules.index(f.rule), f.layer is not None) for f in found}
     return sorted(found, key=lambda f: order[f])  # stable: heads stay in the record's order
 
 
@@ -60,7 +61,7 @@ def _apply(entry: HeadRule, record: dict[str, Any], heads: list[Head], limits: T
 
 def _not_checked(entry: HeadRule, limits: Thresholds, reason: str) -> Finding:
     text = entry.rule.text() | {"severity": "note"}
-    threshold = getattr(limits, entry.threshold)
+    threshold = getattr(limits, entry.threshold) if isinstance(entry.threshold, str) else entry.threshold
     return Finding(**text, layer=None, head=None, value=None, threshold=threshold, message=reason)
 
 

@@ -1,7 +1,8 @@
 """The named rules about one head of an inspection: each with its threshold and the source of the threshold.
 
 A rule reads a few statistics of a head from the record (`Inspection.to_json()`). Thresholds from the literature or from
-other tools name their source; the others are labelled "ours". All rows count equally in a mean.
+other tools name their source; the others are labelled "ours". All rows count equally in a mean. A new rule is one
+function and one entry of `HEAD_RULES`.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ Outcome = tuple[float, float, str] | None  # the value, its threshold and a mess
 @dataclass(frozen=True)
 class HeadRule:
     rule: Rule
-    threshold: str  # the field of Thresholds that is shown if the rule could not be checked
+    threshold: str | float  # a field of Thresholds, or a number: shown if the rule could not be checked
     test: Callable[[Head, Thresholds], Outcome]
 
 
@@ -165,7 +166,7 @@ def _weight_on(head: Head, name: str, threshold: float, where: str) -> Outcome:
 
 _TUTORIAL = "the usual threshold in TransformerLens exercises (ARENA): mean weight > 0.4"
 
-HEAD_RULES = (
+HEAD_RULES: list[HeadRule] = [
     HeadRule(LOGIT_ALARM, "max_score", _logit_alarm),
     HeadRule(
         Rule(
@@ -301,5 +302,9 @@ HEAD_RULES = (
         "committed_variance",
         _committed,
     ),
-)
-RULES = tuple(entry.rule.name for entry in HEAD_RULES)
+]
+
+
+def rule_names() -> list[str]:
+    """The names of the rules, in the order in which findings are listed."""
+    return [entry.rule.name for entry in HEAD_RULES]

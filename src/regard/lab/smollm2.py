@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import hf
 from .corpus import Corpus
 from .experiment import Config, LabError
 
@@ -29,8 +30,6 @@ def loaded() -> tuple[Any, Any]:
     """The model and its tokenizer. Loading them takes longer than a small cell, so the cells of a process share them;
     every cell restores what it changes."""
     try:
-        from .. import hf
-
         model, tokenizer = hf.load("smollm2")
     except (ImportError, OSError, ValueError) as problem:
         raise LabError(f'models: {NAME} cannot be loaded ({problem}); --set models=["{OWN}"] leaves it out') from None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import hf
 from ...inspection import inspect
 from ...nn import Transformer
 from ...operator import attention
@@ -101,8 +102,6 @@ def of_smollm2(cell: Cell) -> dict[str, Any]:
 
     One head per layer, because each of the 270 heads costs as much as a layer. The seed chooses the heads and the text.
     """
-    from ... import hf
-
     model, tokenizer = smollm2.loaded()
     config, generator = cell.config, torch.Generator().manual_seed(cell.seed)
     count, length = config["smollm2_pieces"], config["length"]

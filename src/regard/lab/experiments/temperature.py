@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ... import hf
 from ...nn import Temperature
 from ...problem import Transport
 from .. import smollm2
@@ -104,8 +105,6 @@ class Frozen(nn.Module):
 @contextmanager
 def adaptable(model: Any, setting: str) -> Iterator[Frozen]:
     """Inside, the model has the parameters that the setting trains, and the others are frozen; then it is restored."""
-    from ... import hf
-
     training, attentions = model.training, hf.attentions(model).values()
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hooks = []
