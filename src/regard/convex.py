@@ -19,6 +19,12 @@ Function = Callable[[Tensor], Tensor]
 LARGEST = 1e300  # ratios beyond it count as infinite, and below its inverse as 0
 
 
+def x_log_x(x: Tensor) -> Tensor:
+    """x log x for x >= 0, with derivative 0 where x = 0 (that of `torch.xlogy(x, x)` is NaN there). NaN stays NaN."""
+    none = x <= 0
+    return torch.where(none, 0.0, x * torch.where(none, 1.0, x).log())
+
+
 def value_and_derivative(f: Function, x: Tensor) -> tuple[Tensor, Tensor]:
     """f(x) and f'(x) by autograd, both without a graph."""
     with torch.inference_mode(False), torch.enable_grad():

@@ -35,7 +35,7 @@ def attention(
 def attention(
     query: Tensor, key: Tensor, value: Tensor, *positional: Any, return_aux: object, **options: Unpack[AttentionOptions]
 ) -> tuple[Tensor, AuxOutput]: ...
-def attention(
+def attention(  # type: ignore[reportInconsistentOverload] - the overloads name the options by AttentionOptions
     query: Tensor,
     key: Tensor,
     value: Tensor,

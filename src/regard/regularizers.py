@@ -18,7 +18,7 @@ from torch import Tensor
 from ._pytree import Part
 from ._validate import Scalar, check_scalar, concrete, describe
 from .agreement import examine
-from .convex import conjugate_bound, derivative_of
+from .convex import conjugate_bound, derivative_of, x_log_x
 
 _FAMILIES: dict[str, type[Regularizer]] = {}  # by name, as their classes are defined
 
@@ -107,7 +107,7 @@ class KL(Regularizer):
     full_support: ClassVar[bool] = True
 
     def f(self, ratio: Tensor) -> Tensor:
-        return torch.xlogy(ratio, ratio) - ratio + 1
+        return x_log_x(ratio) - ratio + 1
 
     def link(self, t: Tensor) -> Tensor:
         return t.exp()
@@ -200,7 +200,7 @@ class FermiDirac(Regularizer):
     full_support: ClassVar[bool] = True
 
     def f(self, ratio: Tensor) -> Tensor:
-        return torch.xlogy(ratio, ratio) + torch.xlogy(1 - ratio, 1 - ratio)
+        return x_log_x(ratio) + x_log_x(1 - ratio)
 
     def link(self, t: Tensor) -> Tensor:
         return t.sigmoid()

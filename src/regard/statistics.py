@@ -20,13 +20,14 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, make_dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._compat import pytree
 from ._validate import Scalar, may_be_zero
+from .convex import x_log_x
 from .form import Form
 from .problem import Budget, RowsAndColumns, Transport
 from .regularizers import Regularizer
@@ -94,7 +95,7 @@ class Traits(NamedTuple):
 
 
 class Statistic(NamedTuple):
-    formula: Formula | None  # None: the solver for both marginals computes it
+    formula: Formula
     per: str  # one number per "query", per "key" or per "head"
     differentiable: bool
     undefined: Callable[[Traits], str | None]  # why a problem has no such statistic, or None
@@ -162,8 +163,8 @@ def divergence(rows: Solution, weights: Tensor, null: Tensor | None) -> Tensor:
     ratio = ratio.clamp(max=ceiling)
     if rows.form.family == "kl" and rows.form.marginal in ("rows", "sink"):
         log_prior = 0.0 if rows.log_prior is None else rows.log_prior
-        terms = torch.xlogy(weights, weights) - weights * log_prior
-        null_terms = None if null is None else torch.xlogy(null, null)
+        terms = x_log_x(weights) - weights * log_prior
+        null_terms = None if null is None else x_log_x(null)
     else:
         terms = prior * rows.regularizer.f(torch.where(prior > 0, ratio, 1))
         null_terms = None if null is None else rows.regularizer.f(null)
@@ -186,7 +187,7 @@ def primal(rows: Solution, weights: Tensor, null: Tensor | None) -> Tensor:
         total = total + mass * (level.squeeze(-1) if level.dim() else level)
     if rows.form.marginal == "relax":
         rho = level.squeeze(-1) if level.dim() else level
-        total = total - rho * (torch.xlogy(mass, mass) - mass + 1)
+        total = total - rho * (x_log_x(mass) - mass + 1)
     spread = divergence(rows, weights, null)
     if not isinstance(tau, Tensor):
         return total - tau * spread if tau else total
@@ -208,9 +209,7 @@ def _without_keys(rows: Solution, result: Tensor) -> Tensor:
 @statistic(differentiable=True)
 def entropy(rows: Solution) -> Tensor:
     """-sum_j p_j log p_j."""
-    p = rows.distribution()
-    none = p <= 0  # false for NaN, which stays
-    return -torch.where(none, 0.0, p * torch.where(none, 1.0, p).log()).sum(-1)
+    return -x_log_x(rows.distribution()).sum(-1)
 
 
 @statistic()
@@ -328,14 +327,18 @@ def _columns_only(name: str) -> Callable[[Traits], str | None]:
     return lambda traits: None if traits.both_marginals else text
 
 
+def _no_formula(rows: Solution) -> Tensor:
+    raise NotImplementedError("the solver for both marginals computes this statistic: it is not one of single rows")
+
+
 ROW_STATISTICS = tuple(STATISTICS)
 STATISTICS |= {
     # g, the price of each key's mass
-    "column_dual": Statistic(None, "key", False, _columns_only("column_dual")),
+    "column_dual": Statistic(_no_formula, "key", False, _columns_only("column_dual")),
     # how far each key is from its marginal (relaxed: from what its price asks for)
-    "column_residual": Statistic(None, "key", False, _columns_only("column_residual")),
+    "column_residual": Statistic(_no_formula, "key", False, _columns_only("column_residual")),
     # the iterations of the solver, each two passes over the keys
-    "iterations": Statistic(None, "head", False, _columns_only("iterations")),
+    "iterations": Statistic(_no_formula, "head", False, _columns_only("iterations")),
 }
 COLUMN_STATISTICS = tuple(name for name in STATISTICS if name not in ROW_STATISTICS)
 DIFFERENTIABLE = ("out", *(name for name, found in STATISTICS.items() if found.differentiable))
@@ -365,12 +368,16 @@ def _all(cls: type[AuxRequest], problem: object = None) -> AuxRequest:
 if TYPE_CHECKING:  # the fields are the statistics above, so type checkers know their types only
 
     class AuxRequest:
+        __dataclass_fields__: ClassVar[dict[str, Any]]
+
         def __init__(self, **statistics: bool) -> None: ...
         @classmethod
         def all(cls, problem: object = None) -> AuxRequest: ...
         def __getattr__(self, name: str) -> bool: ...
 
     class AuxOutput:
+        __dataclass_fields__: ClassVar[dict[str, Any]]
+
         def __init__(self, **statistics: Tensor) -> None: ...
         def __getattr__(self, name: str) -> Tensor: ...
 

@@ -284,4 +284,5 @@ def apply(backend: str, form: Form, names: tuple[str, ...]) -> tuple[Tensor, ...
     if transforms_active() or forward_mode():
         return Attend.apply(form, tuple(tensors), with_saved(backend, form, names), backend, *tensors.values())  # type: ignore[return-value]
     alive = map(unwrap_if_dead, tensors.values())  # tensors that left a transform are wrapped
-    return _apply_plainly(form.with_tensors(dict.fromkeys(tensors)), tuple(tensors), names, backend, *alive)
+    bare = form.with_tensors(dict.fromkeys(tensors))  # type: ignore[arg-type]
+    return _apply_plainly(bare, tuple(tensors), names, backend, *alive)

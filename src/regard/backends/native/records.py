@@ -74,7 +74,7 @@ def record_of(form: Form) -> Record:
         tensor = slots[name]
         if tensor is not None and not isinstance(tensor, float):
             record.tensor(field, tensor)
-    if not isinstance(alpha, float):
+    if isinstance(alpha, Tensor):
         record.tensor("alpha", alpha)
     for n, prior in enumerate(form.log_priors):
         record.tensor(f"prior{n}", prior)
