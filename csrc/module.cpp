@@ -14,7 +14,7 @@
 #include <pthread.h>
 #endif
 
-#include "problem.h"
+#include "engine/problem.h"
 
 namespace nb = nanobind;
 using regard::Engine;
@@ -74,7 +74,8 @@ static unsigned long main_thread = 0;
 static bool poisoned = false;  // working memory is filled with NaN first
 
 // A kernel with the working memory that it asks for: the kernels themselves allocate nothing.
-static void run(int64_t (*room)(const Problem &), bool (*kernel)(const Problem &, regard::Watch), nb::bytearray record) {
+static void run(int64_t (*room)(const Problem &), bool (*kernel)(const Problem &, regard::Watch),
+                nb::bytearray record) {
   Problem p = read(record);
   const int64_t size = room(p);
   const std::unique_ptr<char[]> scratch(new char[size]);
@@ -125,11 +126,10 @@ NB_MODULE(_native, m) {
   m.def("poison", [](bool on) { poisoned = on; });  // for tests
   m.def("forward", [](nb::bytearray record) { run(engine->forward_scratch, engine->forward, record); });
   m.def("backward", [](nb::bytearray record) { run(engine->backward_scratch, engine->backward, record); });
-  m.def("reading", [](nb::bytearray record) { run(engine->reading_scratch, engine->reading, record); });
+  m.def("reading", [](nb::bytearray record) { run(engine->readout_scratch, engine->readout, record); });
   m.def("features", [](nb::bytearray record) { run(engine->features_scratch, engine->features, record); });
-  m.def("features_backward", [](nb::bytearray record) {
-    run(engine->features_scratch, engine->features_backward, record);
-  });
+  m.def("features_backward",
+        [](nb::bytearray record) { run(engine->features_scratch, engine->features_backward, record); });
   m.def("compiler", [] { return std::string(COMPILER); });
   m.def("threading", [] { return std::string(REGARD_THREADING); });  // "openmp", "std" or "none"
   m.def("fma_rate", [](int64_t threads, double seconds) {  // floating-point operations per second, for benchmarks

@@ -3,11 +3,11 @@
 // begins and the last one ends (L + 1 integers), the keys, in 16 bits if that is enough, and x where there is room: else it
 // is made again (`chains`). 0 instead of L: nothing was kept, there were too many or no lists.
 #pragma once
-#include "rows.h"
+#include "engine/rows.h"
 
 namespace {
 
-struct ListedKeys {
+struct SparseKeys {
   const void *at = nullptr;
   bool wide;
 
@@ -15,16 +15,17 @@ struct ListedKeys {
   explicit operator bool() const { return at; }
 };
 
-template <class R, int L> struct Lists {
+template <class R, int L> struct SparseRows {
   int32_t *const at;
   const bool wide;
   const int64_t bytes;  // for keys and x
 
   static constexpr int64_t HEAD = L + 2;
-  static constexpr int32_t WITH_X = 256, SCREENED = 512;  // SCREENED: tests want to know
+  static constexpr int32_t WITH_X = 256, PREFILTERED = 512;  // PREFILTERED: tests want to know
   template <class Rows>
-  Lists(const Problem &p, const Tensor &t, const Rows &rows)
-      : at((int32_t *)((R *)t.data + rows.at(t, 0))), wide(p.Tk > 65536),
+  SparseRows(const Problem &p, const Tensor &t, const Rows &rows)
+      : at((int32_t *)((R *)t.data + rows.at(t, 0))),
+        wide(p.Tk > 65536),
         bytes(rows.n * t.s2 * (int64_t)sizeof(R) - HEAD * 4) {}
 
   int64_t room(bool with_x) const {  // keys
@@ -40,7 +41,7 @@ template <class R, int L> struct Lists {
     else
       ((uint16_t *)(at + HEAD))[i] = (uint16_t)key;
   }
-  ListedKeys keys() const { return {at + HEAD, wide}; }
+  SparseKeys keys() const { return {at + HEAD, wide}; }
   R *x() const {  // behind the keys, where a number may lie
     const int64_t end = HEAD * 4 + room(true) * (wide ? 4 : 2);
     return (R *)((char *)at + (end + 7) / 8 * 8);

@@ -7,7 +7,8 @@
 //   chains:  the same, to the last bit as `scores` has it
 // Only the small left operand (a block of rows) is ever transposed; keys and values are read as they lie.
 #pragma once
-#include "vector.h"
+#include "engine/transpose.h"
+#include "engine/vector.h"
 
 namespace {
 
@@ -28,7 +29,7 @@ INLINE void score_tile(const R *at, const R *b, int64_t stride, int64_t D, R *pa
     for (int n = 0; n < NV; ++n) a[n] = load(at + d * L + n * N);
 #pragma GCC unroll 16
     for (int k = 0; k < KEYS; ++k) {
-      const Vec<R> x = all(b[k * stride + d]);
+      const Vec<R> x = broadcast(b[k * stride + d]);
 #pragma GCC unroll 8
       for (int n = 0; n < NV; ++n) sum[k][n] += a[n] * x;
     }
@@ -70,7 +71,7 @@ INLINE void gather_tile(const R *panel, const R *b, int64_t stride, int64_t keys
     for (int n = 0; n < NV; ++n) p[n] = load(panel + j * L + n * N);
 #pragma GCC unroll 16
     for (int k = 0; k < DIMS; ++k) {
-      const Vec<R> x = all(b[j * stride + k]);
+      const Vec<R> x = broadcast(b[j * stride + k]);
 #pragma GCC unroll 8
       for (int n = 0; n < NV; ++n) sum[k][n] += p[n] * x;
     }
@@ -82,8 +83,7 @@ INLINE void gather_tile(const R *panel, const R *b, int64_t stride, int64_t keys
     for (int n = 0; n < NV; ++n) store(ct + k * L + n * N, load(ct + k * L + n * N) + sum[k][n]);
 }
 
-template <class R, int NV>
-void gather(const R *panel, const R *b, int64_t stride, int64_t keys, int64_t D, R *ct) {
+template <class R, int NV> void gather(const R *panel, const R *b, int64_t stride, int64_t keys, int64_t D, R *ct) {
   constexpr int DIMS = DEEP<NV>, L = Simd<R>::N * NV;
   int64_t d = 0;
   for (; d + DIMS <= D; d += DIMS) gather_tile<R, NV, DIMS>(panel, b + d, stride, keys, ct + d * L);
@@ -92,8 +92,7 @@ void gather(const R *panel, const R *b, int64_t stride, int64_t keys, int64_t D,
   for (; d < D; ++d) gather_tile<R, NV, 1>(panel, b + d, stride, keys, ct + d * L);
 }
 
-template <class R, int L, int KEYS, int NV>
-INLINE void scatter_tile(const R *panel, const R *a, int64_t stride, R *c) {
+template <class R, int L, int KEYS, int NV> INLINE void scatter_tile(const R *panel, const R *a, int64_t stride, R *c) {
   constexpr int N = Simd<R>::N;
   Vec<R> sum[KEYS][NV];
 #pragma GCC unroll 16
@@ -106,7 +105,7 @@ INLINE void scatter_tile(const R *panel, const R *a, int64_t stride, R *c) {
     for (int n = 0; n < NV; ++n) x[n] = load(a + i * stride + n * N);
 #pragma GCC unroll 16
     for (int k = 0; k < KEYS; ++k) {
-      const Vec<R> p = all(panel[k * L + i]);
+      const Vec<R> p = broadcast(panel[k * L + i]);
 #pragma GCC unroll 8
       for (int n = 0; n < NV; ++n) sum[k][n] += x[n] * p;
     }
@@ -115,8 +114,7 @@ INLINE void scatter_tile(const R *panel, const R *a, int64_t stride, R *c) {
 #pragma GCC unroll 16
   for (int k = 0; k < KEYS; ++k)
 #pragma GCC unroll 8
-    for (int n = 0; n < NV; ++n)
-      store(c + k * stride + n * N, sum[k][n]);
+    for (int n = 0; n < NV; ++n) store(c + k * stride + n * N, sum[k][n]);
 }
 
 // a and c have rows of `stride` elements, a multiple of the vector's.
@@ -141,7 +139,7 @@ template <class R, class F> INLINE void dots(const R *a, int64_t D, int64_t n, R
   constexpr int N = Simd<R>::N;
   for (int64_t t = 0; t < n; t += 4) {
     const R *b[4];
-    for (int u = 0; u < 4; ++u) b[u] = row(least(t + u, n - 1), u);
+    for (int u = 0; u < 4; ++u) b[u] = row(min_of(t + u, n - 1), u);
     Vec<R> sum[4] = {};
     for (int64_t d = 0; d < D; d += N) {
       const Vec<R> x = load(a + d);
@@ -158,7 +156,7 @@ template <class R, class F> INLINE void chains(const R *a, int64_t D, int64_t n,
   constexpr int PAIRS = 8;
   for (int64_t t = 0; t < n; t += 2 * PAIRS) {
     const R *b[2 * PAIRS];
-    for (int u = 0; u < 2 * PAIRS; ++u) b[u] = row(least(t + u, n - 1), u);
+    for (int u = 0; u < 2 * PAIRS; ++u) b[u] = row(min_of(t + u, n - 1), u);
 #if defined(__AVX2__)
     if constexpr (sizeof(R) == 4) {
       __m256 sum[2] = {};
@@ -179,6 +177,30 @@ template <class R, class F> INLINE void chains(const R *a, int64_t D, int64_t n,
       for (int u = 0; u < 2 * PAIRS; ++u) sum[u] = multiply_add(a[d], b[u][d], sum[u]);
     memcpy(to + t, sum, sizeof sum);
   }
+}
+
+template <class R> INLINE R dot(const R *a, const R *b, int64_t n) {
+  constexpr int N = Simd<R>::N;
+  Vec<R> even = {}, odd = {};
+  int64_t d = 0;
+  for (; d + 2 * N <= n; d += 2 * N)
+    even = multiply_add(load(a + d), load(b + d), even), odd = multiply_add(load(a + d + N), load(b + d + N), odd);
+  for (; d + N <= n; d += N) even = multiply_add(load(a + d), load(b + d), even);
+  even += odd;
+  R total = 0;
+  for (int i = 0; i < N; ++i) total += even[i];
+  for (; d < n; ++d) total = multiply_add(a[d], b[d], total);
+  return total;
+}
+
+template <class R> INLINE void add_scaled(R factor, const R *from, int64_t n, R *to) {
+  constexpr int N = Simd<R>::N, U = 4;
+  const Vec<R> f = broadcast(factor);
+  int64_t d = 0;
+  for (; d + U * N <= n; d += U * N)
+#pragma GCC unroll 4
+    for (int u = 0; u < U; ++u) store(to + d + u * N, load(to + d + u * N) + f * load(from + d + u * N));
+  for (; d < n; d += N) store(to + d, load(to + d) + f * load(from + d));
 }
 
 }  // namespace

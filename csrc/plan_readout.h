@@ -5,27 +5,35 @@
 //     and p goes to who reads it: the largest of each row, sums over blocks, or chosen keys
 // A task owns its rows and goes through their keys in order, so threads never change a result.
 #pragma once
-#include "backward.h"
-#include "links.h"
+#include "engine/arena.h"
+#include "engine/gate.h"
+#include "engine/partition.h"
+#include "engine/threads.h"
+#include "engine/tiles.h"
+#include "links/links.h"
 
 namespace {
 
-constexpr int64_t READ_KEYS = 96;  // keys per block
-constexpr int64_t READ_ROWS = 96;  // rows per task, at least, where blocks of the plan are summed
+constexpr int64_t READOUT_KEYS = 96;  // keys per block
+constexpr int64_t READOUT_ROWS = 96;  // rows per task, at least, where blocks of the plan are summed
 
 // KL as a link: the prior is a part of x.
 template <class R> struct Exponential {
   using V = Vec<R>;
   template <int NV> Exponential(const Rows<R, NV> &) {}
-  INLINE void at(int, V d, V &p, V &w) const { p = w = power(d); }
+  INLINE void at(int, V d, V &p, V &w) const { p = w = exp2_bounded(d); }
   INLINE void times_prior(int n, V d, V, V &p, V &w) const { at(n, d, p, w); }
 };
 
 // A weight and its key as one number, larger for what goes first: no weight is negative, so that its bits are in order
 // (NaN above all, as in torch.topk), and of equal weights the smaller key is first.
 template <class R> struct CodeOf;
-template <> struct CodeOf<float> { using type = uint64_t; };
-template <> struct CodeOf<double> { using type = unsigned __int128; };
+template <> struct CodeOf<float> {
+  using type = uint64_t;
+};
+template <> struct CodeOf<double> {
+  using type = unsigned __int128;
+};
 
 // The n largest weights of one row. What may be among them is only noted; when the notes are full, the n best are kept
 // and the least of those is the bar for what follows. No std::sort: its instances would be shared between instruction
@@ -37,7 +45,7 @@ template <class R> struct Largest {
   Code *notes;
   int64_t n, room, count;
 
-  static int64_t room_for(const Problem &p) { return least(p.Tk, p.picks + most(p.picks, (int64_t)48)); }
+  static int64_t room_for(const Problem &p) { return min_of(p.Tk, p.picks + max_of(p.picks, (int64_t)48)); }
   static Code code(R weight, int64_t key) {
     Bits bits;
     memcpy(&bits, &weight, sizeof bits);
@@ -97,10 +105,10 @@ template <class R> struct Largest {
     notes[count++] = code(weight, key);
     return count == room && room > n;
   }
-  R raise_bar() {
+  R raise_bound() {
     keep_best();
     Code last = notes[0];
-    for (int64_t i = 1; i < n; ++i) last = least(last, notes[i]);
+    for (int64_t i = 1; i < n; ++i) last = min_of(last, notes[i]);
     return weight_of(last);
   }
   void finish(R *weights, int64_t *keys) {
@@ -117,36 +125,36 @@ template <class R> struct Largest {
   }
 };
 
-template <class R, int NV> struct ReadPanels {
-  static constexpr int64_t L = Simd<R>::N * NV, SIZE = READ_KEYS * L;
+template <class R, int NV> struct ReadoutPanels {
+  static constexpr int64_t L = Simd<R>::N * NV, SIZE = READOUT_KEYS * L;
   R *x, *gate, *bias, *spare, *k_spare, *qt;
-  R *whole;  // the weights of all keys that the rows may read, where keys are chosen
+  R *whole;                          // the weights of all keys that the rows may read, where keys are chosen
   typename Largest<R>::Code *notes;  // of the rows' largest weights
   uint8_t *live;
   // Keys that a block of rows may read.
   static int64_t span(const Problem &p) {
-    const int64_t band = p.left + p.right;  // packed rows (see ReadCut) are fewer than 16 places apart
-    return band < p.Tk ? least(p.Tk, most((int64_t)0, band + 1 + most((int64_t)16, L))) : p.Tk;
+    const int64_t band = p.left + p.right;  // packed rows (see ReadoutPartition) are fewer than 16 places apart
+    return band < p.Tk ? min_of(p.Tk, max_of((int64_t)0, band + 1 + max_of((int64_t)16, L))) : p.Tk;
   }
-  ReadPanels(Arena &arena, const Problem &p) {
+  ReadoutPanels(Arena &arena, const Problem &p) {
     R **panels[] = {&x, &gate, &bias, &spare};
     for (R **panel : panels) *panel = arena.take<R>(SIZE);
-    k_spare = arena.take<R>(READ_KEYS * p.D), qt = arena.take<R>(L * p.D);
+    k_spare = arena.take<R>(READOUT_KEYS * p.D), qt = arena.take<R>(L * p.D);
     whole = p.index ? arena.take<R>(span(p) * L) : nullptr;
     notes = p.picked_keys ? arena.take<typename Largest<R>::Code>(Largest<R>::room_for(p) * L) : nullptr;
-    live = arena.take<uint8_t>(READ_KEYS);
+    live = arena.take<uint8_t>(READOUT_KEYS);
   }
   static int64_t bytes(const Problem &p) {
-    const int64_t numbers = 4 * SIZE + (READ_KEYS + L) * p.D + (p.index ? span(p) * L : 0);
+    const int64_t numbers = 4 * SIZE + (READOUT_KEYS + L) * p.D + (p.index ? span(p) * L : 0);
     const int64_t notes = p.picked_keys ? Largest<R>::room_for(p) * L : 0;
-    return numbers * (int64_t)sizeof(R) + notes * (int64_t)sizeof(typename Largest<R>::Code) + READ_KEYS + 640;
+    return numbers * (int64_t)sizeof(R) + notes * (int64_t)sizeof(typename Largest<R>::Code) + READOUT_KEYS + 640;
   }
 };
 
 // x -> p in place; prior: where it is apart from x.
 template <class R, int NV, class Link>
 void read_weights(const Problem &p, const Rows<R, NV> &rows, int64_t keys, R *x, const R *prior, const Vec<R> *peak,
-                  const Vec<R> *rest, const Vec<R> *lift) {
+                  const Vec<R> *rest, const Vec<R> *prior_offset) {
   using V = Vec<R>;
   constexpr int N = Simd<R>::N, L = N * NV;
   const Link link(rows);
@@ -160,7 +168,7 @@ void read_weights(const Problem &p, const Rows<R, NV> &rows, int64_t keys, R *x,
       else
         link.at(n, d, weight, w);
       if (prior && p.family == regard::TSALLIS) {  // a remote row (panel.h)
-        const V own = e == e ? power(load(prior + at) - lift[n] + rest[n]) : e;
+        const V own = e == e ? exp2_bounded(load(prior + at) - prior_offset[n] + rest[n]) : e;
         weight = peak[n] == INF<R> ? own : weight;
       }
       store(x + at, e == -INF<R> ? V{} : weight);  // whatever the row's price is
@@ -169,10 +177,10 @@ void read_weights(const Problem &p, const Rows<R, NV> &rows, int64_t keys, R *x,
 
 // take(first, keys, p) for each block of keys that a block of rows may read. Lanes without a row may hold anything.
 template <class R, int NV, class Take>
-void read_rows(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, ReadPanels<R, NV> &s, Take take) {
+void read_rows(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, ReadoutPanels<R, NV> &s, Take take) {
   constexpr int N = Simd<R>::N;
   Vec<R> peak[NV] = {}, rest[NV];
-  for (int n = 0; n < NV; ++n) rest[n] = all(-INF<R>);
+  for (int n = 0; n < NV; ++n) rest[n] = broadcast(-INF<R>);
   for (int i = 0; i < rows.n; ++i) {
     const R top = of_row<R>(p.saved_peak, rows.at(p.saved_peak, i));
     const R h = of_row<R>(p.saved_rest, rows.at(p.saved_rest, i));
@@ -180,46 +188,48 @@ void read_rows(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, Re
     peak[i / N][i % N] = top, rest[i / N][i % N] = p.family == regard::KL ? -h : h;
   }
   rows.transpose(p.query, p.D, s.qt, [&](int i) { return rows.factor(p, terms, i); });
-  Vec<R> lift[NV] = {};
-  Mask<R> remote = {};
-  for (int n = 0; n < NV; ++n) remote |= peak[n] == INF<R>;
-  if (p.family == regard::TSALLIS && terms.prior && any(remote))
-    largest_priors(p, terms, rows, READ_KEYS, s.gate, s.bias, s.spare, s.live, lift);
-  for (int64_t first = rows.lo; first < rows.hi; first += READ_KEYS) {
-    const int64_t keys = least(READ_KEYS, rows.hi - first);
-    const Gate gate = open_gate(p, terms, rows, first, keys, s.gate, s.bias, s.spare, s.live);
+  Vec<R> prior_offset[NV] = {};
+  Mask<R> prior_only = {};
+  for (int n = 0; n < NV; ++n) prior_only |= peak[n] == INF<R>;
+  if (p.family == regard::TSALLIS && terms.prior && any(prior_only))
+    largest_priors(p, terms, rows, READOUT_KEYS, s.gate, s.bias, s.spare, s.live, prior_offset);
+  for (int64_t first = rows.lo; first < rows.hi; first += READOUT_KEYS) {
+    const int64_t keys = min_of(READOUT_KEYS, rows.hi - first);
+    const Gate gate = fill_gate(p, terms, rows, first, keys, s.gate, s.bias, s.spare, s.live);
     if (gate == CLOSED) continue;
     int64_t stride;
     const R *k = as_rows(p.key, rows.b, rows.kv, first, keys, p.D, s.k_spare, stride);
     scores<R, NV, false>(s.qt, k, stride, p.D, keys, s.x);
     if (gate == PARTLY || !terms.folded)
-      dress(p, terms, rows, keys, s.x, gate == PARTLY ? s.gate : nullptr, s.bias, (R *)nullptr, (R *)nullptr);
-    const auto weigh_by = [&](auto tag) {
-      read_weights<R, NV, typename decltype(tag)::Link>(p, rows, keys, s.x, terms.prior ? s.gate : nullptr, peak, rest, lift);
+      apply_bias_and_mask(p, terms, rows, keys, s.x, gate == PARTLY ? s.gate : nullptr, s.bias, (R *)nullptr,
+                          (R *)nullptr);
+    const auto apply_link = [&](auto tag) {
+      read_weights<R, NV, typename decltype(tag)::Link>(p, rows, keys, s.x, terms.prior ? s.gate : nullptr, peak, rest,
+                                                        prior_offset);
     };
-    p.family == regard::KL ? weigh_by(Tag<Exponential<R>>()) : with_link<R>(p, weigh_by);
+    p.family == regard::KL ? apply_link(Tag<Exponential<R>>()) : with_link<R>(p, apply_link);
     take(first, keys, s.x);
   }
 }
 
 template <class R, int NV>
-void read_largest(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, ReadPanels<R, NV> &s) {
+void read_largest(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, ReadoutPanels<R, NV> &s) {
   constexpr int N = Simd<R>::N, L = N * NV;
   const int64_t room = Largest<R>::room_for(p);
   Largest<R> lists[L];
   for (int i = 0; i < rows.n; ++i) lists[i] = {s.notes + i * room, p.picks, room, 0};
-  Vec<R> bar[NV] = {};  // weights above it are offered
+  Vec<R> bound[NV] = {};                               // weights above it are offered
   const uint64_t exist = ((uint64_t)1 << rows.n) - 1;  // lanes are 48 at most
   read_rows<R, NV>(p, terms, rows, s, [&](int64_t first, int64_t keys, const R *panel) {
     for (int64_t j = 0; j < keys; ++j) {
       Mask<R> over[NV], some = {};
-      for (int n = 0; n < NV; ++n) some |= over[n] = ~(load(panel + j * L + n * N) <= bar[n]);  // NaN, too
+      for (int n = 0; n < NV; ++n) some |= over[n] = ~(load(panel + j * L + n * N) <= bound[n]);  // NaN, too
       if (!any(some)) continue;
       uint64_t bits = 0;
       for (int n = 0; n < NV; ++n) bits |= (uint64_t)lanes_of(over[n]) << (n * N);
       for (bits &= exist; bits; bits &= bits - 1) {
         const int i = __builtin_ctzll(bits);
-        if (lists[i].offer(panel[j * L + i], first + j)) bar[i / N][i % N] = lists[i].raise_bar();
+        if (lists[i].offer(panel[j * L + i], first + j)) bound[i / N][i % N] = lists[i].raise_bound();
       }
     }
   });
@@ -230,14 +240,14 @@ void read_largest(const Problem &p, const Terms &terms, const Rows<R, NV> &rows,
 }
 
 template <class R, int NV>
-void read_sums(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, ReadPanels<R, NV> &s) {
+void read_sums(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, ReadoutPanels<R, NV> &s) {
   constexpr int N = Simd<R>::N, L = N * NV;
   const int64_t down = (p.Tq + p.block - 1) / p.block, across = (p.Tk + p.block - 1) / p.block;
   int64_t owner[L];  // the block of queries that a row belongs to
   for (int i = 0; i < rows.n; ++i) owner[i] = (rows.b * p.H + rows.head[i]) * down + rows.query[i] / p.block;
   read_rows<R, NV>(p, terms, rows, s, [&](int64_t first, int64_t keys, const R *panel) {
     for (int64_t j = 0; j < keys;) {
-      const int64_t column = (first + j) / p.block, to = least(keys, (column + 1) * p.block - first);
+      const int64_t column = (first + j) / p.block, to = min_of(keys, (column + 1) * p.block - first);
       Vec<R> sums[NV] = {};
       for (; j < to; ++j)
         for (int n = 0; n < NV; ++n) sums[n] += load(panel + j * L + n * N);
@@ -252,7 +262,7 @@ void read_sums(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, Re
 }
 
 template <class R, int NV>
-void read_chosen(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, ReadPanels<R, NV> &s) {
+void read_chosen(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, ReadoutPanels<R, NV> &s) {
   constexpr int L = Simd<R>::N * NV;
   if (rows.hi > rows.lo) memset(s.whole, 0, (rows.hi - rows.lo) * L * sizeof(R));
   read_rows<R, NV>(p, terms, rows, s, [&](int64_t first, int64_t keys, const R *panel) {
@@ -270,38 +280,32 @@ void read_chosen(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, 
 
 // How the work is cut: by the shape alone. Few queries: those of all heads that read one key head are rows of one
 // block. Where blocks are summed, a task has whole blocks of queries.
-template <class R, int NV> struct ReadCut {
-  static constexpr int64_t L = Simd<R>::N * NV;
-  bool packed;
-  int64_t units, rows, task_rows, tasks;
-  explicit ReadCut(const Problem &p) {
-    const int64_t group = p.H / p.Hkv;
-    packed = group > 1 && p.Tq < 16;
-    units = p.B * (packed ? p.Hkv : p.H), rows = packed ? p.Tq * group : p.Tq;
-    task_rows = L;
-    if (p.block_sums) task_rows = packed || p.block >= rows ? rows : (READ_ROWS + p.block - 1) / p.block * p.block;
+template <class R, int NV> struct ReadoutPartition : WorkPartition<R, NV> {
+  using Base = WorkPartition<R, NV>;
+  using Base::L, Base::packed, Base::rows;
+  int64_t task_rows, tasks;
+  explicit ReadoutPartition(const Problem &p) : Base(p), task_rows(L) {
+    if (p.block_sums) task_rows = packed || p.block >= rows ? rows : (READOUT_ROWS + p.block - 1) / p.block * p.block;
     tasks = (rows + task_rows - 1) / task_rows;
   }
   int64_t thread_bytes(const Problem &p) const {
-    return (ReadPanels<R, NV>::bytes(p) + (int64_t)sizeof(Rows<R, NV>) + 127) / 64 * 64;
+    return (ReadoutPanels<R, NV>::bytes(p) + (int64_t)sizeof(Rows<R, NV>) + 127) / 64 * 64;
   }
   int64_t bytes(const Problem &p) const { return p.threads * thread_bytes(p) + 128; }
 };
 
-template <class R, int NV> void reading_as(const Problem &p) {
+template <class R, int NV> void run_readout(const Problem &p) {
   const Terms terms(p);
-  const ReadCut<R, NV> cut(p);
-  const int64_t group = p.H / p.Hkv, heads = cut.packed ? p.Hkv : p.H;
-  char *scratch = (char *)((p.scratch + 63) / 64 * 64);
+  const ReadoutPartition<R, NV> cut(p);
+  char *scratch = scratch_of(p);
   parallel(p.threads, cut.units * cut.tasks, [&](int64_t job, int64_t thread) {
     const int64_t unit = job / cut.tasks, task = cut.tasks - 1 - job % cut.tasks;  // longest rows first
-    const int64_t h = unit % heads * (cut.packed ? group : 1);
     Arena arena{scratch + thread * cut.thread_bytes(p)};
     Rows<R, NV> &rows = *arena.take<Rows<R, NV>>(1);
-    ReadPanels<R, NV> panels(arena, p);
-    const int64_t end = least(cut.rows, (task + 1) * cut.task_rows);
+    ReadoutPanels<R, NV> panels(arena, p);
+    const int64_t end = min_of(cut.rows, (task + 1) * cut.task_rows);
     for (int64_t first = task * cut.task_rows; first < end; first += cut.L) {
-      rows.place(p, unit / heads, h / group, h, cut.packed, first, least(cut.L, end - first));
+      cut.place(p, rows, unit, first, min_of(cut.L, end - first));
       if (p.picked_keys)
         read_largest(p, terms, rows, panels);
       else if (p.index)

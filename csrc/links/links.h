@@ -5,61 +5,10 @@
 // ORIGIN is 1 near alpha = 1, where y is all but 1 and what counts is its distance from 1.
 // Fermi-Dirac: g is the sigmoid; x = log2(e) s/tau, and x + h is t in base 2.
 #pragma once
-#include "rows.h"
+#include "engine/rows.h"
+#include "engine/vector_math.h"
 
 namespace {
-
-// The natural logarithm of y > 0 (normal numbers): the polynomial of Cephes, one or two units in the last place.
-INLINE Vec<float> vlog(Vec<float> y) {
-  using V = Vec<float>;
-  using M = Mask<float>;
-  const M bits = (M)y - 0x3f3504f3;  // from sqrt(1/2)
-  const M exponent = bits >> 23;
-  const V f = (V)((bits & 0x7fffff) + 0x3f3504f3) - 1.0f, e = __builtin_convertvector(exponent, V), z = f * f;
-  V q = f * 7.0376836292e-2f - 1.1514610310e-1f;
-  q = q * f + 1.1676998740e-1f;
-  q = q * f - 1.2420140846e-1f;
-  q = q * f + 1.4249322787e-1f;
-  q = q * f - 1.6668057665e-1f;
-  q = q * f + 2.0000714765e-1f;
-  q = q * f - 2.4999993993e-1f;
-  q = q * f + 3.3333331174e-1f;
-  return (q * f * z + e * -2.12194440e-4f - 0.5f * z) + f + e * 0.693359375f;
-}
-INLINE Vec<double> vlog(Vec<double> y) {
-  for (int n = 0; n < Simd<double>::N; ++n) y[n] = ::log(y[n]);
-  return y;
-}
-// log(1 + d) for d > -1, exact for small d.
-INLINE Vec<float> vlog1p(Vec<float> d) {
-  const Vec<float> u = d + 1.0f;
-  return vlog(u) + (d - (u - 1.0f)) / u;
-}
-INLINE Vec<double> vlog1p(Vec<double> d) {
-  for (int n = 0; n < Simd<double>::N; ++n) d[n] = ::log1p(d[n]);
-  return d;
-}
-INLINE Vec<float> vsqrt(Vec<float> x) {
-  for (int n = 0; n < Simd<float>::N; ++n) x[n] = ::sqrtf(x[n]);
-  return x;
-}
-INLINE Vec<double> vsqrt(Vec<double> x) {
-  for (int n = 0; n < Simd<double>::N; ++n) x[n] = ::sqrt(x[n]);
-  return x;
-}
-template <class R> constexpr R TINY = sizeof(R) == 4 ? (R)1.1754943508e-38 : (R)2.2250738585072014e-308;
-template <class R> constexpr R EPS = sizeof(R) == 4 ? (R)1.1920929e-7 : (R)2.220446049250313e-16;
-// 2^t for any t: a bound above keeps the exponent's bits in place.
-template <class V> INLINE V power(V t) {
-  constexpr double most = sizeof(t[0]) == 4 ? 127 : 1023;
-  return vexp2((V)(-vmax(V{} - (decltype(t[0] + 0))most, -t)));
-}
-
-// The root of a prior, which comes as its logarithm; its square is finite.
-template <class V> INLINE V root_of(V log_prior) {
-  using R = decltype(log_prior[0] + 0);
-  return power((V)(-vmax(V{} - (R)(sizeof(R) == 4 ? 63.5 : 511.5), (R)-0.5 * log_prior)));
-}
 
 // Each link: `at` gives p and w (without the prior) at x + h; `of_row` has one row in all lanes. Those whose price is to be
 // found (PRICED) have also `rise`, Newton's step in h that brings taken = r * mass to the mass, times slope/mass, in the
@@ -74,16 +23,16 @@ template <class R> struct Sparsemax {  // alpha = 2
   static constexpr R ORIGIN = 0;
   template <int NV> Sparsemax(const Rows<R, NV> &) {}
   INLINE Sparsemax of_row(int, int) const { return *this; }
-  INLINE Mask<R> inside(V d) const { return d > 0; }
-  INLINE void at(int, V d, V &p, V &w) const { p = vmax(V{}, d), w = d > 0 ? all((R)1) : p; }  // p: 0 or NaN
+  INLINE Mask<R> has_weight(V d) const { return d > 0; }
+  INLINE void at(int, V d, V &p, V &w) const { p = vmax(V{}, d), w = d > 0 ? broadcast((R)1) : p; }  // p: 0 or NaN
   INLINE void times_prior(int n, V d, V log_prior, V &p, V &w) const {
     const V root = root_of(log_prior);
     at(n, d, p, w);
     p = p * root * root, w = d <= 0 ? V{} : w * root * root;
   }
-  INLINE V rise(int, V r) const { return (R)1 - r; }
+  INLINE V newton_step(int, V r) const { return (R)1 - r; }
   INLINE V headroom(int, V mass) const { return mass; }  // y where p = mass
-  INLINE V beta(int) const { return all((R)1); }
+  INLINE V beta(int) const { return broadcast((R)1); }
 };
 
 template <class R> struct Entmax {  // alpha = 1.5
@@ -92,18 +41,18 @@ template <class R> struct Entmax {  // alpha = 1.5
   static constexpr R ORIGIN = 0;
   template <int NV> Entmax(const Rows<R, NV> &) {}
   INLINE Entmax of_row(int, int) const { return *this; }
-  INLINE Mask<R> inside(V d) const { return d > 0; }
+  INLINE Mask<R> has_weight(V d) const { return d > 0; }
   INLINE void at(int, V d, V &p, V &w) const { w = vmax(V{}, d), p = w * w; }
-  INLINE void times_prior(int n, V d, V log_prior, V &p, V &w) const {
+  INLINE void times_prior(int, V d, V log_prior, V &p, V &w) const {
     const V root = root_of(log_prior), part = vmax(V{}, d) * root;  // p = part^2
     p = d <= 0 ? V{} : part * part, w = d <= 0 ? V{} : part * root;
   }
-  INLINE V rise(int, V r) const {
+  INLINE V newton_step(int, V r) const {
     const V f = vsqrt(r);
     return ((R)1 - f) * f;
   }
   INLINE V headroom(int, V mass) const { return vsqrt(mass); }
-  INLINE V beta(int) const { return all((R)2); }
+  INLINE V beta(int) const { return broadcast((R)2); }
 };
 
 // Any alpha; its value may differ from row to row.
@@ -119,30 +68,30 @@ template <class R, int FROM> struct Power {
   }
   INLINE Power of_row(int n, int lane) const {
     Power one = *this;
-    one.beta_[n] = all((R)beta_[n][lane]), one.inverse[n] = all((R)inverse[n][lane]);
+    one.beta_[n] = broadcast((R)beta_[n][lane]), one.inverse[n] = broadcast((R)inverse[n][lane]);
     return one;
   }
-  INLINE Mask<R> inside(V d) const { return d > (ORIGIN ? (R)-1 + EPS<R> / 2 : TINY<R>); }
+  INLINE Mask<R> has_weight(V d) const { return d > (ORIGIN ? (R)-1 + EPS<R> / 2 : TINY<R>); }
   INLINE V log2_y(V d, Mask<R> in) const {
-    return (R)LOG2E * (ORIGIN ? vlog1p(in ? d : V{}) : vlog(in ? d : all((R)1)));
+    return (R)LOG2E * (ORIGIN ? vlog1p(in ? d : V{}) : vlog(in ? d : broadcast((R)1)));
   }
   INLINE void at(int n, V d, V &p, V &w) const { times_prior(n, d, V{}, p, w); }
   // In one exponential each: y^beta may be anything.
   INLINE void times_prior(int n, V d, V log_prior, V &p, V &w) const {
-    const Mask<R> in = inside(d) & (log_prior > -INF<R>);
+    const Mask<R> in = has_weight(d) & (log_prior > -INF<R>);
     const V log_y = log2_y(d, in), log_p = beta_[n] * log_y + log_prior;
     const V out = d != d ? d : V{};
-    p = in ? power(log_p) : out;
-    w = in ? power(log_p - log_y) : out;
+    p = in ? exp2_bounded(log_p) : out;
+    w = in ? exp2_bounded(log_p - log_y) : out;
   }
-  INLINE V rise(int n, V r) const {
-    const V e = inverse[n] * vlog(vmax(all(TINY<R>), r)), f = power((R)LOG2E * e);
+  INLINE V newton_step(int n, V r) const {
+    const V e = inverse[n] * vlog(vmax(broadcast(TINY<R>), r)), f = exp2_bounded((R)LOG2E * e);
     const V series = e * ((R)1 + e * (R)0.5 * ((R)1 + e * (R)(1.0 / 3) * ((R)1 + e * (R)0.25 * ((R)1 + e * (R)0.2))));
     const V f_less_1 = ((e < (R)1e-2) & (e > (R)-1e-2)) ? series : f - (R)1;  // f itself is too near 1 there
     return -f_less_1 * r / f;
   }
   INLINE V headroom(int n, V mass) const {
-    const V y = power(inverse[n] * (R)LOG2E * vlog(mass));
+    const V y = exp2_bounded(inverse[n] * (R)LOG2E * vlog(mass));
     return ORIGIN ? y - (R)1 : y;
   }
   INLINE V beta(int n) const { return beta_[n]; }
@@ -157,7 +106,7 @@ template <class R> struct Sigmoid {  // with a free marginal only
   INLINE void at(int n, V t, V &p, V &w) const { times_prior(n, t, V{}, p, w); }
   INLINE void times_prior(int, V t, V log_prior, V &p, V &w) const {
     const V below = -vmax(V{}, -t), e = vexp2(below - vmax(V{}, t)), q = (R)1 / ((R)1 + e);  // e = 2^-|t|
-    p = t == -INF<R> ? V{} : t != t ? t : power(below + log_prior) * q;
+    p = t == -INF<R> ? V{} : t != t ? t : exp2_bounded(below + log_prior) * q;
     w = p * (t > 0 ? e * q : q);
   }
 };

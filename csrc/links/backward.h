@@ -5,9 +5,9 @@
 // The baseline b comes from the forward pass's `tilt` (sum w v / (sum w + kappa)): b = <dO, tilt>. Where few pairs of a
 // block have mass, all but Q K^T is done pair by pair.
 #pragma once
-#include "backward.h"
-#include "links.h"
-#include "lists.h"
+#pragma once
+#include "engine/backward_walk.h"
+#include "links/links.h"
 
 namespace {
 
@@ -15,17 +15,17 @@ namespace {
 constexpr double SPARSE_PAIRS = 0.25;
 
 // The row's part of the advantage: u - a - b log(p/mass).
-template <class R> void prepare_link(const Problem &p, BackRows<R> &r) {
+template <class R> void prepare_link(const Problem &p, BackwardRows<R> &r) {
   constexpr int N = Simd<R>::N;
   const Rows<R, 3> &rows = r.rows;
   const int64_t Dp = padded<R>(p.D), Dvp = padded<R>(p.Dv);
   const bool free = p.marginal == regard::FREE;
-  memset(r.dq, 0, BackRows<R>::L * Dp * sizeof(R));
+  memset(r.dq, 0, BackwardRows<R>::L * Dp * sizeof(R));
   for (int n = 0; n < 3; ++n) {
-    r.peak[n] = r.per_mass[n] = Vec<R>{}, r.rest[n] = all(-INF<R>), r.edge[n] = all(INF<R>);
-    r.remote[n] = Mask<R>{};
+    r.peak[n] = r.per_mass[n] = Vec<R>{}, r.rest[n] = broadcast(-INF<R>), r.edge[n] = broadcast(INF<R>);
+    r.prior_only[n] = Mask<R>{};
   }
-  r.some_remote = r.has_lift = false;
+  r.some_prior_only = r.has_prior_offset = false;
   for (int i = 0; i < rows.n; ++i) {
     const int n = i / N, lane = i % N;
     const R level = rows.level[i], peak = of_row<R>(p.saved_peak, rows.at(p.saved_peak, i));
@@ -37,15 +37,15 @@ template <class R> void prepare_link(const Problem &p, BackRows<R> &r) {
     }
     r.peak[n][lane] = peak, r.rest[n][lane] = of_row<R>(p.saved_rest, rows.at(p.saved_rest, i));
     R base = 0;
-    const int64_t tilt_at = rows.at(p.saved_tilt, i);
+    const int64_t baseline_at = rows.at(p.saved_tilt, i);
     if (p.grad_out && !free && r.keys) {  // added as the pairs' utilities are: one key's is its row's
-      R *tilt = r.dot_t, sums[4];
-      copy<R>(p.saved_tilt.data, p.saved_tilt.type, tilt_at, p.saved_tilt.s3, p.Dv, tilt, 1, (R)1);
-      for (int64_t d = p.Dv; d < Dvp; ++d) tilt[d] = 0;
-      dots(r.d_out + i * Dvp, Dvp, 1, sums, [&](int64_t, int) { return tilt; });
+      R *baseline = r.dot_t, sums[4];
+      copy<R>(p.saved_tilt.data, p.saved_tilt.type, baseline_at, p.saved_tilt.s3, p.Dv, baseline, 1, (R)1);
+      for (int64_t d = p.Dv; d < Dvp; ++d) baseline[d] = 0;
+      dots(r.d_out + i * Dvp, Dvp, 1, sums, [&](int64_t, int) { return baseline; });
       base = sums[0];
     } else if (p.grad_out && !free) {
-      base = dot(r.d_out + i * Dvp, p.saved_tilt, tilt_at, p.Dv);
+      base = dot(r.d_out + i * Dvp, p.saved_tilt, baseline_at, p.Dv);
     }
     R add = 0;
     if (p.grad_entropy) {
@@ -62,7 +62,7 @@ template <class R> void prepare_link(const Problem &p, BackRows<R> &r) {
     if (peak == INF<R> && p.family == regard::TSALLIS) {  // a remote row (panel.h): its scores do not count
       memset(r.q + i * Dp, 0, Dp * sizeof(R));
       r.peak[n][lane] = r.inverse_tau[n][lane] = 0, r.edge[n][lane] = -INF<R>;
-      r.remote[n][lane] = -1, r.some_remote = true;
+      r.prior_only[n][lane] = -1, r.some_prior_only = true;
       r.dot[i] = base, r.a[n][lane] = base + add;
       continue;
     }
@@ -72,16 +72,6 @@ template <class R> void prepare_link(const Problem &p, BackRows<R> &r) {
     r.dot[i] = base;
     r.a[n][lane] = base + add;
   }
-}
-
-template <class R> INLINE void add(R factor, const R *from, int64_t n, R *to) {
-  constexpr int N = Simd<R>::N, U = 4;
-  const Vec<R> f = all(factor);
-  int64_t d = 0;
-  for (; d + U * N <= n; d += U * N)
-#pragma GCC unroll 4
-    for (int u = 0; u < U; ++u) store(to + d + u * N, load(to + d + u * N) + f * load(from + d + u * N));
-  for (; d < n; d += N) store(to + d, load(to + d) + f * load(from + d));
 }
 
 // Rows of a block with whole vectors, 0 beyond D: pairs read them.
@@ -100,31 +90,11 @@ const R *padded_rows(const R *from, int64_t stride, int64_t keys, int64_t D, R *
   return spare;
 }
 
-// The rows' lists, from key `lo` on.
-template <class R> void take_lists(const Problem &p, BackRows<R> &r, int64_t lo) {
-  constexpr int L = BackRows<R>::L;
-  const Lists<R, L> lists(p, p.saved_lists, r.rows);
-  if (!lists.some()) return;
-  r.keys = lists.keys(), r.x = lists.with_x() ? lists.x() : nullptr;
-  for (int i = 0; i < L; ++i) {
-    r.end[i] = lists.ends()[i + 1];
-    int64_t from = lists.ends()[i], to = r.end[i];
-    while (from < to) {
-      const int64_t middle = (from + to) / 2;
-      if (r.keys[middle] < lo)
-        from = middle + 1;
-      else
-        to = middle;
-    }
-    r.next[i] = from;
-  }
-}
-
 // How dL/dalpha answers to p (u - b): beta^2 (1 - 1/y - log y).
-template <class R, class Link> INLINE Vec<R> by_alpha(const Link &link, Vec<R> d, int n) {
+template <class R, class Link> INLINE Vec<R> alpha_factor(const Link &link, Vec<R> d, int n) {
   using V = Vec<R>;
   if constexpr (Link::PRICED) {
-    const V safe = d > (R)1e-30 - Link::ORIGIN ? d : all((R)1 - Link::ORIGIN), beta = link.beta(n);
+    const V safe = d > (R)1e-30 - Link::ORIGIN ? d : broadcast((R)1 - Link::ORIGIN), beta = link.beta(n);
     return beta * beta * (Link::ORIGIN ? safe / (safe + (R)1) - vlog1p(safe) : (R)1 - (R)1 / safe - vlog(safe));
   } else {
     return V{};
@@ -137,7 +107,7 @@ template <class R, class Link> struct Pairs {
   using V = Vec<R>;
   const Problem &p;
   const Link &link;
-  BackRows<R> &r;
+  BackwardRows<R> &r;
   const int64_t first;  // key
   const R *k, *v;       // rows of whole vectors
   const int64_t k_stride, v_stride;
@@ -147,13 +117,13 @@ template <class R, class Link> struct Pairs {
 
   // G = tau dL/ds of row i and key first + j, with utility u and at distance d from the price; `weight` becomes what the
   // value's gradient is multiplied by. All sums over pairs are made here.
-  INLINE R advantage(int i, int64_t j, R u, R d, R &weight, R w, R by_alpha) const {
+  INLINE R advantage(int i, int64_t j, R u, R d, R &weight, R w, R alpha_factor) const {
     const Rows<R, NV> &rows = r.rows;
     const int n = i / N, lane = i % N;
-    const R kept = p.dropout_key ? rows.kept_at(p, first + j, i) : 1, p_ij = weight;
+    const R kept = p.dropout_key ? rows.dropout_factor_at(p, first + j, i) : 1, p_ij = weight;
     u = kept * u - r.a[n][lane];
     weight *= kept;
-    if (p.grad_entropy && p_ij > TINY<R>) u -= r.b[n][lane] * log_of(most(TINY<R>, p_ij * r.per_mass[n][lane]));
+    if (p.grad_entropy && p_ij > TINY<R>) u -= r.b[n][lane] * log_of(max_of(TINY<R>, p_ij * r.per_mass[n][lane]));
     const R g = w * u;
     if (sums) {
       const int64_t key_at = (rows.b * p.H + rows.head[0]) * p.Tk + first + j;
@@ -164,7 +134,7 @@ template <class R, class Link> struct Pairs {
         const int64_t away = first + j - rows.position[n][lane];
         r.sum_gd[n][lane] += gp * (R)(away < 0 ? -away : away);
       }
-      if (p.row_ga) r.sum_ga[n][lane] += gp * by_alpha;
+      if (p.row_ga) r.sum_ga[n][lane] += gp * alpha_factor;
       if (p.key_g) ((R *)p.key_g)[key_at] += gp;
       if (p.key_ds) ((R *)p.key_ds)[key_at] += ds;
       if (p.key_mass) ((R *)p.key_mass)[key_at] += p_ij;
@@ -176,19 +146,19 @@ template <class R, class Link> struct Pairs {
   }
 
   // One pair; slope: softcap's.
-  INLINE void pull(int i, int64_t j, R d, R weight, R w, R by_alpha, R slope) const {
+  INLINE void add_pair(int i, int64_t j, R d, R weight, R w, R alpha_factor, R slope) const {
     if (!(w > 0) && !(w != w)) return;
     const R u = p.grad_out ? dot(r.d_out + i * Dvp, v + j * v_stride, Dvp) : 0;
-    const R g = slope * advantage(i, j, u, d, weight, w, by_alpha);
-    if (p.dv && p.grad_out) add(weight, r.d_out + i * Dvp, Dvp, dv + j * Dvp);
-    if (p.dk) add(g, r.q + i * Dp, Dp, dk + j * Dp);
-    if (p.dq) add(g, k + j * k_stride, Dp, r.dq + i * Dp);
+    const R g = slope * advantage(i, j, u, d, weight, w, alpha_factor);
+    if (p.dv && p.grad_out) add_scaled(weight, r.d_out + i * Dvp, Dvp, dv + j * Dvp);
+    if (p.dk) add_scaled(g, r.q + i * Dp, Dp, dk + j * Dp);
+    if (p.dq) add_scaled(g, k + j * k_stride, Dp, r.dq + i * Dp);
   }
 
   static constexpr int SOME = 16;  // pairs whose rows stay in the first-level cache from one product to the next
 
   // The pairs of row i's list up to key `limit`.
-  void pull_listed(int i, int64_t limit) const {
+  void add_listed_pairs(int i, int64_t limit) const {
     const int n = i / N, lane = i % N;
     const R *q = r.q + i * Dp, *d_out = r.d_out + i * Dvp;
     const R peak = r.peak[n][lane], rest = r.rest[n][lane], a = r.a[n][lane];
@@ -214,12 +184,12 @@ template <class R, class Link> struct Pairs {
         const Mask<R> none = (w_row <= 0);  // by rounding
         store(weight + t, none ? V{} : p_row), store(g + t, none ? V{} : w_row * (load(u + t) - a));
         if (plain) continue;
-        if (p.row_ga) alpha = by_alpha<R>(one, d, n);
+        if (p.row_ga) alpha = alpha_factor<R>(one, d, n);
         for (int m = 0; m < N && t + m < pairs; ++m)
           if (!none[m]) g[t + m] = advantage(i, j[t + m], u[t + m], d[m], weight[t + m], w_row[m], alpha[m]);
       }
-      for (int t = 0; t < pairs && p.dv && p.grad_out; ++t) add(weight[t], d_out, Dvp, dv + j[t] * Dvp);
-      for (int t = 0; t < pairs && p.dk; ++t) add(g[t], q, Dp, dk + j[t] * Dp);
+      for (int t = 0; t < pairs && p.dv && p.grad_out; ++t) add_scaled(weight[t], d_out, Dvp, dv + j[t] * Dvp);
+      for (int t = 0; t < pairs && p.dk; ++t) add_scaled(g[t], q, Dp, dk + j[t] * Dp);
       if (p.dq)
         for (int64_t d = 0; d < Dp; d += N) {
           V sum = load(r.dq + i * Dp + d);
@@ -233,8 +203,9 @@ template <class R, class Link> struct Pairs {
 
 // One block of keys for one block of rows.
 template <class R, class Link>
-void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t first, int64_t keys, const R *k,
-               int64_t k_stride, const R *v, int64_t v_stride, R *dk, R *dv, BackPanels<R> &s) {
+void backward_block_link(const Problem &p, const Terms &terms, BackwardRows<R> &r, int64_t first, int64_t keys,
+                         const R *k, int64_t k_stride, const R *v, int64_t v_stride, R *dk, R *dv,
+                         BackwardPanels<R> &s) {
   constexpr int NV = 3, N = Simd<R>::N, L = N * NV;
   using V = Vec<R>;
   using I = typename Simd<R>::I;
@@ -250,22 +221,22 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
   };
   if (r.keys) {
     const Pairs<R, Link> pairs = single_pairs();
-    for (int i = 0; i < rows.n; ++i) pairs.pull_listed(i, first + keys);
+    for (int i = 0; i < rows.n; ++i) pairs.add_listed_pairs(i, first + keys);
     return;
   }
 
-  if (r.some_remote && !r.has_lift) {
-    largest_priors(p, terms, rows, BACK_KEYS, s.gate, s.bias, s.spare, s.live, r.lift);
-    r.has_lift = true;
+  if (r.some_prior_only && !r.has_prior_offset) {
+    largest_priors(p, terms, rows, BACKWARD_KEYS, s.gate, s.bias, s.spare, s.live, r.prior_offset);
+    r.has_prior_offset = true;
   }
-  const Gate gate = open_gate(p, terms, rows, first, keys, s.gate, s.bias, s.spare, s.live);
+  const Gate gate = fill_gate(p, terms, rows, first, keys, s.gate, s.bias, s.spare, s.live);
   if (gate == CLOSED) return;
   const uint8_t *live = gate == PARTLY ? s.live : nullptr;
   const R *prior = terms.prior ? s.gate : nullptr;
   scores<R, NV, false>(r.qt, k, k_stride, p.D, keys, s.x);
   if (gate == PARTLY || !terms.folded)
-    dress(p, terms, rows, keys, s.x, gate == PARTLY ? s.gate : nullptr, s.bias, (R *)nullptr,
-          terms.capped ? s.slope : nullptr);
+    apply_bias_and_mask(p, terms, rows, keys, s.x, gate == PARTLY ? s.gate : nullptr, s.bias, (R *)nullptr,
+                        terms.capped ? s.slope : nullptr);
   const int64_t Dp = padded<R>(p.D), Dvp = padded<R>(p.Dv);
 
   int64_t pairs = keys * L;
@@ -285,16 +256,16 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
     if (!pairs) return;
   }
   // p and w, and the distance from the price; a key that is not read stays so, whatever the row's price is.
-  const auto weigh_at = [&](int64_t at, int n, V &weight, V &w) {
+  const auto weights_at = [&](int64_t at, int n, V &weight, V &w) {
     const V x = load(s.x + at);
     V d = x == -INF<R> ? x : x - r.peak[n] + r.rest[n];
     if (prior)
       link.times_prior(n, d, load(prior + at), weight, w);
     else
       link.at(n, d, weight, w);
-    if (r.some_remote && prior) {
-      const V own = x == x ? power(load(prior + at) - r.lift[n] + r.rest[n]) : x;
-      weight = r.remote[n] ? own : weight, w = r.remote[n] ? own : w, d = r.remote[n] ? V{} : d;
+    if (r.some_prior_only && prior) {
+      const V own = x == x ? exp2_bounded(load(prior + at) - r.prior_offset[n] + r.rest[n]) : x;
+      weight = r.prior_only[n] ? own : weight, w = r.prior_only[n] ? own : w, d = r.prior_only[n] ? V{} : d;
     }
     return d;
   };
@@ -309,14 +280,15 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
       if (!s.bits[j]) continue;
       V ps[NV], ws[NV], alphas[NV] = {};
       for (int n = 0; n < NV; ++n) {
-        const V d = weigh_at(j * L + n * N, n, ps[n], ws[n]);
+        const V d = weights_at(j * L + n * N, n, ps[n], ws[n]);
         store(s.x + j * L + n * N, d);
-        if (p.row_ga) alphas[n] = by_alpha<R>(link, d, n);
+        if (p.row_ga) alphas[n] = alpha_factor<R>(link, d, n);
       }
       for (uint64_t bits = s.bits[j]; bits; bits &= bits - 1) {
         const int i = __builtin_ctzll(bits), n = i / N, lane = i % N;
         if (i >= rows.n) break;
-        few.pull(i, j, s.x[j * L + i], ps[n][lane], ws[n][lane], alphas[n][lane], terms.capped ? s.slope[j * L + i] : 1);
+        few.add_pair(i, j, s.x[j * L + i], ps[n][lane], ws[n][lane], alphas[n][lane],
+                     terms.capped ? s.slope[j * L + i] : 1);
       }
     }
     return;
@@ -331,22 +303,22 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
     for (int64_t j = 0; j < keys; ++j) {
       const int64_t at = j * L + n * N;
       V weight, w, utility = load(s.u + at);
-      const V d = weigh_at(at, n, weight, w);
+      const V d = weights_at(at, n, weight, w);
       if (p.dropout_key) {
-        const V kept = rows.kept(p, first + j, n);
+        const V kept = rows.dropout_factor(p, first + j, n);
         utility *= kept;
         store(s.kept + at, weight * kept);
       }
       utility -= a;
       if (p.grad_entropy)
-        utility -= weight > TINY<R> ? b * vlog(vmax(all(TINY<R>), weight * r.per_mass[n])) : V{};
+        utility -= weight > TINY<R> ? b * vlog(vmax(broadcast(TINY<R>), weight * r.per_mass[n])) : V{};
       const V g = (w == 0) ? V{} : w * utility;  // a key that is not read may hold anything
       if (sums) {
         const V gp = (weight == 0) ? V{} : weight * utility, ds = g * r.inverse_tau[n];
         r.sum_g[n] += g, r.sum_gp[n] += gp;
         if (p.row_gs) r.sum_gs[n] += w == 0 ? V{} : g * d / rows.c[n];  // from ORIGIN: that part of the sum is known
         if (p.row_gd) r.sum_gd[n] += gp * distance_of(j, n);
-        if (p.row_ga) r.sum_ga[n] += weight == 0 ? V{} : gp * by_alpha<R>(link, d, n);
+        if (p.row_ga) r.sum_ga[n] += weight == 0 ? V{} : gp * alpha_factor<R>(link, d, n);
         R key_g = 0, key_ds = 0, key_mass = 0;
         for (int lane = 0; lane < N && n * N + lane < rows.n; ++lane) {
           const int i = n * N + lane;
@@ -366,7 +338,7 @@ void pull_link(const Problem &p, const Terms &terms, BackRows<R> &r, int64_t fir
   if (p.dv && p.grad_out) scatter<R, L>(p.dropout_key ? s.kept : s.x, r.d_out, Dvp, keys, dv);
   if (p.dk) scatter<R, L>(s.u, r.q, Dp, keys, dk);
   if (p.dq)
-    each_run(live, keys, [&](int64_t from, int64_t to) {
+    for_each_live_run(live, keys, [&](int64_t from, int64_t to) {
       gather<R, NV>(s.u + from * L, k + from * k_stride, k_stride, to - from, p.D, r.dqt);
     });
 }

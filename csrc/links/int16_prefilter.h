@@ -7,15 +7,18 @@
 // so that no key is missed but those that floats might miss. Those found get their score in floats.
 // Integers are multiples of a grain, one for each row and one for each block of keys. Two neighbours in d share a lane.
 #pragma once
-#include "rows.h"
+#include <math.h>
+
+#include "engine/elements.h"
+#include "engine/tiles.h"
 
 namespace {
 
-constexpr int64_t SCREEN_KEYS = 96;  // a block: keys that share a grain, from a multiple of this on
-constexpr int SCREEN_TILE = 3;       // keys x 3 vectors of rows: one more would not fit 16 registers
+constexpr int64_t PREFILTER_KEYS = 96;  // a block: keys that share a grain, from a multiple of this on
+constexpr int PREFILTER_TILE = 3;       // keys x 3 vectors of rows: one more would not fit 16 registers
 
 #if defined(__x86_64__)
-constexpr bool SCREENS = true;
+constexpr bool HAS_PREFILTER = true;
 using Ints = Mask<float>;
 // a + the sum of the two products in each lane. Not to be reassociated, which would take more registers than there are.
 INLINE Ints add_pairs(Ints a, Ints x, Ints y) {
@@ -32,20 +35,20 @@ INLINE Ints add_pairs(Ints a, Ints x, Ints y) {
   return a;
 }
 #else
-constexpr bool SCREENS = false;
+constexpr bool HAS_PREFILTER = false;
 using Ints = Mask<float>;
 INLINE Ints add_pairs(Ints a, Ints, Ints) { return a; }
 #endif
 
-INLINE int64_t words_of(int64_t D) { return (D + 1) / 2; }
+INLINE int64_t int16_pairs_of(int64_t D) { return (D + 1) / 2; }
 // The largest integer of which D squares still fit 31 bits.
-INLINE float levels(int64_t D) { return floorf(least(32767.0f, sqrtf(2.1e9f / (float)(2 * words_of(D))))); }
+INLINE float levels(int64_t D) { return floorf(min_of(32767.0f, sqrtf(2.1e9f / (float)(2 * int16_pairs_of(D))))); }
 
 struct Grain {
   float size;        // what 1 stands for; NaN where a number, or the length, is not finite
   float norm, lost;  // the length of the row (the longest of a block), and of what rounding took from it
 };
-INLINE float grain_of(float top, int64_t D) { return most(top / levels(D), 1.2e-38f); }  // with an inverse
+INLINE float grain_of(float top, int64_t D) { return max_of(top / levels(D), 1.2e-38f); }  // with an inverse
 
 INLINE float largest(const float *from, int64_t D) {  // of the absolute values; NaN if one is not finite
   constexpr int N = Simd<float>::N;
@@ -56,8 +59,8 @@ INLINE float largest(const float *from, int64_t D) {  // of the absolute values;
     tops = vmax(tops, vmax(x, -x)), checks += x * 0.0f;
   }
   float top = 0, check = 0;
-  for (int n = 0; n < N; ++n) top = most(top, (float)tops[n]), check += checks[n];
-  for (; d < D; ++d) top = most(top, __builtin_fabsf(from[d])), check += from[d] * 0.0f;
+  for (int n = 0; n < N; ++n) top = max_of(top, (float)tops[n]), check += checks[n];
+  for (; d < D; ++d) top = max_of(top, __builtin_fabsf(from[d])), check += from[d] * 0.0f;
   return top + check;
 }
 
@@ -84,20 +87,21 @@ INLINE void round_row(const float *from, int64_t D, float size, int16_t *to, flo
 }
 
 // A head's keys in 16 bits.
-struct Screen {
+struct PrefilterKeys {
   int16_t *keys;  // [Tk][2 words]
   Grain *grains;  // of the blocks
 
-  static int64_t blocks(const Problem &p) { return (p.Tk + SCREEN_KEYS - 1) / SCREEN_KEYS; }
+  static int64_t blocks(const Problem &p) { return (p.Tk + PREFILTER_KEYS - 1) / PREFILTER_KEYS; }
   static int64_t bytes(const Problem &p) {  // of one head
-    const int64_t size = p.Tk * words_of(p.D) * 4 + blocks(p) * (int64_t)sizeof(Grain);
+    const int64_t size = p.Tk * int16_pairs_of(p.D) * 4 + blocks(p) * (int64_t)sizeof(Grain);
     return (size + 63) / 64 * 64;
   }
-  Screen(const Problem &p, char *at) : keys((int16_t *)at), grains((Grain *)(at + p.Tk * words_of(p.D) * 4)) {}
+  PrefilterKeys(const Problem &p, char *at)
+      : keys((int16_t *)at), grains((Grain *)(at + p.Tk * int16_pairs_of(p.D) * 4)) {}
 
   // Block g; `spare` has room for its keys.
   void fill(const Problem &p, int64_t b, int64_t kv, int64_t g, float *spare) const {
-    const int64_t first = g * SCREEN_KEYS, n = least(SCREEN_KEYS, p.Tk - first), width = 2 * words_of(p.D);
+    const int64_t first = g * PREFILTER_KEYS, n = min_of(PREFILTER_KEYS, p.Tk - first), width = 2 * int16_pairs_of(p.D);
     int64_t stride;
     const float *k = as_rows(p.key, b, kv, first, n, p.D, spare, stride);
     Grain &grain = grains[g];
@@ -108,7 +112,7 @@ struct Screen {
         grain.size = size;
         return;
       }
-      top = most(top, size);
+      top = max_of(top, size);
     }
     grain = {grain_of(top, p.D), 0, 0};
     for (int64_t j = 0; j < n; ++j) {
@@ -116,7 +120,7 @@ struct Screen {
       float norm, lost;
       round_row(k + j * stride, p.D, grain.size, to, norm, lost);
       if (p.D < width) to[p.D] = 0;
-      grain.norm = most(grain.norm, norm), grain.lost = most(grain.lost, lost);
+      grain.norm = max_of(grain.norm, norm), grain.lost = max_of(grain.lost, lost);
     }
     grain.norm = sqrtf(grain.norm) * grain.size, grain.lost = sqrtf(grain.lost) * grain.size;
     grain.size += 0 * grain.norm;
@@ -125,8 +129,8 @@ struct Screen {
 
 // panel[j][L]: sums of products of at[words][L] with key j; bits[j * NV + n]: the lanes where that is above their bound.
 template <int NV, class Bits>
-__attribute__((noinline)) void compare(const int32_t *at, const int16_t *k, int64_t words, int64_t keys,
-                                       const Ints *bound, int32_t *panel, Bits *bits) {
+__attribute__((noinline)) void compare_int16(const int32_t *at, const int16_t *k, int64_t words, int64_t keys,
+                                             const Ints *bound, int32_t *panel, Bits *bits) {
   constexpr int N = Simd<float>::N, L = N * NV;
   const auto tile = [&](int64_t j, auto count) __attribute__((always_inline)) {
     constexpr int KEYS = decltype(count)::value;
@@ -155,12 +159,12 @@ __attribute__((noinline)) void compare(const int32_t *at, const int16_t *k, int6
       }
   };
   int64_t j = 0;
-  for (; j + SCREEN_TILE <= keys; j += SCREEN_TILE) tile(j, Count<SCREEN_TILE>());
-  for (; j < keys; ++j) tile(j, Count<1>());
+  for (; j + PREFILTER_TILE <= keys; j += PREFILTER_TILE) tile(j, Constant<PREFILTER_TILE>());
+  for (; j < keys; ++j) tile(j, Constant<1>());
 }
 
 // A block of rows in 16 bits: lanes are rows, [words][L].
-template <int NV> struct CoarseRows {
+template <int NV> struct PrefilterRows {
   static constexpr int N = Simd<float>::N, L = N * NV;
   using V = Vec<float>;
   int32_t *pairs;
@@ -168,7 +172,7 @@ template <int NV> struct CoarseRows {
 
   // From rows of D; `spare` has room for one more. False if a number or a length is not finite.
   bool fill(const float *q, int64_t stride, int64_t n, int64_t D, int16_t *spare) {
-    const int64_t words = words_of(D);
+    const int64_t words = int16_pairs_of(D);
     memset(spare, 0, words * 4), memset(pairs, 0, words * L * 4);
     memset(size, 0, sizeof size), memset(norm, 0, sizeof norm), memset(lost, 0, sizeof lost);
     for (int i = 0; i < n; ++i) {
@@ -188,7 +192,7 @@ template <int NV> struct CoarseRows {
   template <class Bits>
   void find(const Grain &keys_grain, int64_t D, const int16_t *k, int64_t keys, const V *price, int64_t n, V *off,
             int32_t *panel, Bits *found) const {
-    const int64_t words = words_of(D);
+    const int64_t words = int16_pairs_of(D);
     const float floats = (float)(D + 8) * 1.2e-7f * keys_grain.norm;  // times a row's length: what they lose
     Ints bound[NV];
     for (int v = 0; v < NV; ++v) {
@@ -196,14 +200,14 @@ template <int NV> struct CoarseRows {
       const V here = 1.001f * (e * keys_grain.norm + whole * (keys_grain.lost + floats));
       off[v] = vmax(off[v], here);
       const V least_sum = (price[v] - off[v] - here) / (load(size + v * N) * keys_grain.size);
-      const V sum = -vmax(all(-3e9f), -vmax(all(-3e9f), least_sum));
+      const V sum = -vmax(broadcast(-3e9f), -vmax(broadcast(-3e9f), least_sum));
       // A little less. All sums lie within +-2.1e9, and where this one is no number all of them may reach it.
-      const V limit = -vmax(all(-2.14e9f), -vmax(all(-2.14e9f), sum - 1.0f - 1e-6f * vmax(sum, -sum)));
-      bound[v] = __builtin_convertvector(sum == sum ? limit : all(-2.14e9f), Ints);
+      const V limit = -vmax(broadcast(-2.14e9f), -vmax(broadcast(-2.14e9f), sum - 1.0f - 1e-6f * vmax(sum, -sum)));
+      bound[v] = __builtin_convertvector(sum == sum ? limit : broadcast(-2.14e9f), Ints);
       for (int i = 0; i < N; ++i)
         if (v * N + i >= n) bound[v][i] = INT32_MAX;
     }
-    compare<NV>(pairs, k, words, keys, bound, panel, found);
+    compare_int16<NV>(pairs, k, words, keys, bound, panel, found);
   }
 };
 

@@ -82,8 +82,8 @@ struct Engine {
   bool (*forward)(const Problem &, Watch);  // false: stopped
   int64_t (*backward_scratch)(const Problem &);
   bool (*backward)(const Problem &, Watch);
-  int64_t (*reading_scratch)(const Problem &);
-  bool (*reading)(const Problem &, Watch);
+  int64_t (*readout_scratch)(const Problem &);
+  bool (*readout)(const Problem &, Watch);
   int64_t (*features_scratch)(const Problem &);
   bool (*features)(const Problem &, Watch);
   bool (*features_backward)(const Problem &, Watch);

@@ -1,26 +1,27 @@
 // The two products for few rows over many keys (decoding): memory sets the pace, and a lane per row would leave most
 // lanes empty. So lanes go along d, rows and their outputs lie as they are, and keys and values are widened in registers.
-//   few_scores: panel[j][i]  = sum_d  q[i][d] * k[j][d]
-//   few_gather: o[i][d]     += sum_j  panel[j][i] * v[j][d]
+//   decode_scores: panel[j][i]  = sum_d  q[i][d] * k[j][d]
+//   decode_gather: o[i][d]     += sum_j  panel[j][i] * v[j][d]
 #pragma once
 #include <type_traits>
 
-#include "tiles.h"
+#include "engine/elements.h"
+#include "engine/vector.h"
 
 namespace {
 
 // 2N elements of a row as two vectors. Of bfloat16 they are the even and the odd ones, in the upper halves of 32 bits: one
 // instruction each, where widening in order takes three. So where keys and values are bfloat16, queries and outputs lie in
-// that order too (`even_odd`), and few_gather's sums are brought back at the end (`in_order`).
-template <class R, class T> INLINE void load_pair(const T *p, Vec<R> &a, Vec<R> &b) {
+// that order too (`deinterleave`), and decode_gather's sums are brought back at the end (`interleave`).
+template <class R, class T> INLINE void load_two_vectors(const T *p, Vec<R> &a, Vec<R> &b) {
   a = load_wide(p), b = load_wide(p + Simd<R>::N);
 }
-template <> INLINE void load_pair<float, Bf16>(const Bf16 *p, Vec<float> &a, Vec<float> &b) {
+template <> INLINE void load_two_vectors<float, Bf16>(const Bf16 *p, Vec<float> &a, Vec<float> &b) {
   typedef uint32_t Loose __attribute__((vector_size(BYTES), aligned(2), may_alias));
   const auto both = *(const Loose *)p;  // little-endian: the even element is the lower half
   a = (Vec<float>)(both << 16), b = (Vec<float>)(both & 0xffff0000u);
 }
-template <class R, class T> INLINE void even_odd(R *rows, int64_t n, int64_t D) {
+template <class R, class T> INLINE void deinterleave(R *rows, int64_t n, int64_t D) {
   constexpr int N = Simd<R>::N;
   if (!std::is_same<T, Bf16>::value) return;
   for (int64_t i = 0; i < n; ++i)
@@ -30,7 +31,7 @@ template <class R, class T> INLINE void even_odd(R *rows, int64_t n, int64_t D) 
       for (int u = 0; u < N; ++u) at[u] = copy[2 * u], at[N + u] = copy[2 * u + 1];
     }
 }
-template <class R, class T> INLINE void in_order(R *rows, int64_t n, int64_t D) {
+template <class R, class T> INLINE void interleave(R *rows, int64_t n, int64_t D) {
   constexpr int N = Simd<R>::N;
   if (!std::is_same<T, Bf16>::value) return;
   for (int64_t i = 0; i < n; ++i)
@@ -41,19 +42,19 @@ template <class R, class T> INLINE void in_order(R *rows, int64_t n, int64_t D) 
     }
 }
 
-template <class T> INLINE void expect(const T *row, int64_t D) {
+template <class T> INLINE void prefetch_row(const T *row, int64_t D) {
   for (int64_t d = 0; d < D; d += 64 / (int64_t)sizeof(T)) __builtin_prefetch(row + d);
 }
 
 template <class R, class T, int KEYS>
-INLINE void few_score_tile(const R *q, int64_t D, const T *k, int64_t stride, R *panel, int64_t L) {
+INLINE void decode_score_tile(const R *q, int64_t D, const T *k, int64_t stride, R *panel, int64_t L) {
   constexpr int N = Simd<R>::N;
   Vec<R> sum[KEYS][4] = {};
   int64_t d = 0;
   for (; d + 2 * N <= D; d += 2 * N) {
     Vec<R> x[KEYS], y[KEYS];
 #pragma GCC unroll 4
-    for (int j = 0; j < KEYS; ++j) load_pair<R, T>(k + j * stride + d, x[j], y[j]);
+    for (int j = 0; j < KEYS; ++j) load_two_vectors<R, T>(k + j * stride + d, x[j], y[j]);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
       const Vec<R> a = load(q + i * D + d), b = load(q + i * D + d + N);
@@ -93,43 +94,44 @@ constexpr int64_t ROWS_AHEAD = 8;
 // Four rows at a time: q holds a multiple of four, L too. The values of this block are called for on the way.
 // SIZE: the usual head sizes are known when compiled, so that the loop along d is unrolled; 0 for any other.
 template <class R, class T, int64_t SIZE = 0>
-void few_scores(const R *q, int64_t rows, int64_t D, const T *k, int64_t k_stride, int64_t keys, R *panel, int64_t L,
-                const T *v, int64_t v_stride, int64_t Dv) {
+void decode_scores(const R *q, int64_t rows, int64_t D, const T *k, int64_t k_stride, int64_t keys, R *panel, int64_t L,
+                   const T *v, int64_t v_stride, int64_t Dv) {
   if constexpr (SIZE == 0) {
-    if (D == 64 && Dv == 64) return few_scores<R, T, 64>(q, rows, D, k, k_stride, keys, panel, L, v, v_stride, Dv);
-    if (D == 128 && Dv == 128) return few_scores<R, T, 128>(q, rows, D, k, k_stride, keys, panel, L, v, v_stride, Dv);
+    if (D == 64 && Dv == 64) return decode_scores<R, T, 64>(q, rows, D, k, k_stride, keys, panel, L, v, v_stride, Dv);
+    if (D == 128 && Dv == 128)
+      return decode_scores<R, T, 128>(q, rows, D, k, k_stride, keys, panel, L, v, v_stride, Dv);
   } else {
     D = Dv = SIZE;
   }
   int64_t j = 0;
   for (; j + 2 <= keys; j += 2) {
     for (int64_t next = j; next < j + 2; ++next) {
-      if (!BLOCK_AHEAD<T>) expect(k + (next + ROWS_AHEAD) * k_stride, D);
-      expect(v + next * v_stride, Dv);
+      if (!BLOCK_AHEAD<T>) prefetch_row(k + (next + ROWS_AHEAD) * k_stride, D);
+      prefetch_row(v + next * v_stride, Dv);
     }
     for (int64_t i = 0; i < rows; i += 4)
-      few_score_tile<R, T, 2>(q + i * D, D, k + j * k_stride, k_stride, panel + j * L + i, L);
+      decode_score_tile<R, T, 2>(q + i * D, D, k + j * k_stride, k_stride, panel + j * L + i, L);
   }
   for (; j < keys; ++j)
     for (int64_t i = 0; i < rows; i += 4)
-      few_score_tile<R, T, 1>(q + i * D, D, k + j * k_stride, k_stride, panel + j * L + i, L);
+      decode_score_tile<R, T, 1>(q + i * D, D, k + j * k_stride, k_stride, panel + j * L + i, L);
 }
 
 template <class R, class T, int NV>
-INLINE void few_gather_tile(const R *panel, int64_t L, const T *v, int64_t stride, int64_t keys, R *o, int64_t Dv,
-                            const T *next, int64_t next_stride) {
+INLINE void decode_gather_tile(const R *panel, int64_t L, const T *v, int64_t stride, int64_t keys, R *o, int64_t Dv,
+                               const T *next, int64_t next_stride) {
   constexpr int N = Simd<R>::N;
   Vec<R> sum[4][NV] = {};
   for (int64_t j = 0; j < keys; ++j) {
-    if (next) expect(next + j * next_stride, NV * N);
+    if (next) prefetch_row(next + j * next_stride, NV * N);
     Vec<R> x[NV];
     if constexpr (NV == 2)
-      load_pair<R, T>(v + j * stride, x[0], x[1]);
+      load_two_vectors<R, T>(v + j * stride, x[0], x[1]);
     else
       x[0] = load_wide(v + j * stride);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-      const Vec<R> p = all(panel[j * L + i]);
+      const Vec<R> p = broadcast(panel[j * L + i]);
 #pragma GCC unroll 4
       for (int n = 0; n < NV; ++n) sum[i][n] += p * x[n];
     }
@@ -142,17 +144,17 @@ INLINE void few_gather_tile(const R *panel, int64_t L, const T *v, int64_t strid
 
 // `next`: D elements of rows that may be called for.
 template <class R, class T>
-void few_gather(const R *panel, int64_t L, int64_t rows, const T *v, int64_t stride, int64_t keys, int64_t Dv, R *o,
-                const T *next, int64_t next_stride, int64_t D) {
+void decode_gather(const R *panel, int64_t L, int64_t rows, const T *v, int64_t stride, int64_t keys, int64_t Dv, R *o,
+                   const T *next, int64_t next_stride, int64_t D) {
   const auto ahead = [&](int64_t i, int64_t d) { return BLOCK_AHEAD<T> && i == 0 && d < D ? next + d : nullptr; };
   constexpr int N = Simd<R>::N;
   int64_t d = 0;
   for (; d + 2 * N <= Dv; d += 2 * N)
     for (int64_t i = 0; i < rows; i += 4)
-      few_gather_tile<R, T, 2>(panel + i, L, v + d, stride, keys, o + i * Dv + d, Dv, ahead(i, d), next_stride);
+      decode_gather_tile<R, T, 2>(panel + i, L, v + d, stride, keys, o + i * Dv + d, Dv, ahead(i, d), next_stride);
   for (; d + N <= Dv; d += N)
     for (int64_t i = 0; i < rows; i += 4)
-      few_gather_tile<R, T, 1>(panel + i, L, v + d, stride, keys, o + i * Dv + d, Dv, ahead(i, d), next_stride);
+      decode_gather_tile<R, T, 1>(panel + i, L, v + d, stride, keys, o + i * Dv + d, Dv, ahead(i, d), next_stride);
   for (; d < Dv; ++d)
     for (int64_t i = 0; i < rows; ++i)
       for (int64_t j = 0; j < keys; ++j) o[i * Dv + d] += panel[j * L + i] * (R)widen(v[j * stride + d]);

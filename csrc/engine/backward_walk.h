@@ -1,0 +1,255 @@
+// WALK
+#pragma once
+#include "engine/arena.h"
+#include "engine/gate.h"
+#include "engine/rows.h"
+#include "engine/sparse_rows.h"
+#include "engine/threads.h"
+#include "engine/tiles.h"
+
+namespace {
+
+constexpr int64_t BACKWARD_KEYS = 96;  // keys per block
+constexpr int64_t WINDOW_KEYS = 256;   // keys at least that a row's list is read for at a time
+constexpr int64_t BATCH_ROWS = 960;    // rows per batch: their transposes stay in the second-level cache
+
+// A block of rows in the backward pass.
+template <class R> struct BackwardRows {
+  static constexpr int NV = 3, L = Simd<R>::N * NV;
+  using V = Vec<R>;
+  Rows<R, NV> rows;
+  V peak[NV], rest[NV];  // the dual in base 2, in two parts; rest is +inf in a row without keys: p = 0
+  V a[NV], b[NV], edge[NV], per_mass[NV];
+  V inverse_tau[NV], lambda[NV];  // lambda: the dual as it is, not in base 2
+  V sum_g[NV], sum_gs[NV], sum_gd[NV], sum_ps[NV], sum_pd[NV], sum_gp[NV], sum_ga[NV];
+  R dot[L];
+  Mask<R> prior_only[NV];  // rows that rest on their prior alone (panel.h)
+  V prior_offset[NV];
+  bool some_prior_only, has_prior_offset;
+  bool idle;        // some row has no key
+  SparseKeys keys;  // the rows' lists, if they were kept (lists.h)
+  const R *x;
+  int64_t next[L], end[L];          // in them: the first key not yet visited, and where the list ends
+  R *qt, *dot_t, *q, *d_out, *dqt;  // Q^T (rows with lists: Q), dO^T, scale/tau Q, dO, dQ^T
+  R *dq;                            // not KL: what single pairs give to dQ
+};
+
+template <class R> struct BackwardPanels {
+  static constexpr int64_t SIZE = BACKWARD_KEYS * BackwardRows<R>::L;
+  R *x, *u, *gate, *bias, *score, *slope, *spare, *kept, *dk, *dv, *k_spare, *v_spare, *k_padded, *v_padded;
+  uint8_t *live;
+  uint64_t *bits;  // lanes that give some weight to each key
+  BackwardPanels(Arena &arena, const Problem &p) {
+    R **panels[] = {&x, &u, &gate, &bias, &score, &slope, &spare, &kept};
+    for (R **panel : panels) *panel = arena.take<R>(SIZE);
+    dk = arena.take<R>(BACKWARD_KEYS * padded<R>(p.D)), dv = arena.take<R>(BACKWARD_KEYS * padded<R>(p.Dv));
+    k_spare = arena.take<R>(BACKWARD_KEYS * p.D), v_spare = arena.take<R>(BACKWARD_KEYS * p.Dv);
+    k_padded = arena.take<R>(BACKWARD_KEYS * padded<R>(p.D)), v_padded = arena.take<R>(BACKWARD_KEYS * padded<R>(p.Dv));
+    live = arena.take<uint8_t>(BACKWARD_KEYS), bits = arena.take<uint64_t>(BACKWARD_KEYS);
+  }
+  static int64_t bytes(const Problem &p) {
+    return (8 * SIZE + BACKWARD_KEYS * (2 * padded<R>(p.D) + 2 * padded<R>(p.Dv) + p.D + p.Dv)) * (int64_t)sizeof(R) +
+           9 * BACKWARD_KEYS + 1280;
+  }
+};
+
+// What differs between the families. `prepare`: what a row adds to its advantage. `block`: what one block of keys and one
+// block of rows give to each other; k and v point at key `first`, dk and dv at its sums.
+template <class R> struct BackwardKernels {
+  void (*prepare)(const Problem &p, BackwardRows<R> &r);
+  void (*block)(const Problem &p, const Terms &terms, BackwardRows<R> &r, int64_t first, int64_t keys, const R *k,
+                int64_t k_stride, const R *v, int64_t v_stride, R *dk, R *dv, BackwardPanels<R> &s);
+};
+
+// The same with a row of a tensor.
+template <class R> R dot(const R *a, const Tensor &t, int64_t at, int64_t n) {
+  if (t.s3 == 1 && t.type == (sizeof(R) == 4 ? regard::F32 : regard::F64)) return dot(a, (const R *)t.data + at, n);
+  R total = 0;
+  for (int64_t d = 0; d < n; ++d) total += a[d] * of_row<R>(t, at + d * t.s3);
+  return total;
+}
+
+// The rows' lists, from key `lo` on.
+template <class R> void open_sparse_rows(const Problem &p, BackwardRows<R> &r, int64_t lo) {
+  constexpr int L = BackwardRows<R>::L;
+  const SparseRows<R, L> lists(p, p.saved_lists, r.rows);
+  if (!lists.some()) return;
+  r.keys = lists.keys(), r.x = lists.with_x() ? lists.x() : nullptr;
+  for (int i = 0; i < L; ++i) {
+    r.end[i] = lists.ends()[i + 1];
+    int64_t from = lists.ends()[i], to = r.end[i];
+    while (from < to) {
+      const int64_t middle = (from + to) / 2;
+      if (r.keys[middle] < lo)
+        from = middle + 1;
+      else
+        to = middle;
+    }
+    r.next[i] = from;
+  }
+}
+
+// Transposes, the baseline, what the row adds to its advantage.
+template <class R>
+void prepare_rows(const Problem &p, const Terms &terms, const BackwardKernels<R> &kernels, BackwardRows<R> &r) {
+  constexpr int L = BackwardRows<R>::L;
+  const Rows<R, 3> &rows = r.rows;
+  const int64_t Dp = padded<R>(p.D), Dvp = padded<R>(p.Dv);
+  r.idle = false;
+  if (!r.keys) memset(r.dqt, 0, L * p.D * sizeof(R));
+  memset(r.q, 0, L * Dp * sizeof(R)), memset(r.d_out, 0, L * Dvp * sizeof(R));
+  const auto factor = [&](int i) { return rows.factor(p, terms, i); };
+  if (r.keys)
+    rows.gather_rows(p.query, p.D, r.qt, Dp, factor);
+  else
+    rows.transpose(p.query, p.D, r.qt, factor);
+  for (int i = 0; i < rows.n; ++i)
+    copy<R>(p.query.data, p.query.type, rows.at(p.query, i), p.query.s3, p.D, r.q + i * Dp, 1,
+            (R)p.scale / rows.temperature[i]);
+  if (p.grad_out) {
+    if (!r.keys) rows.transpose(p.grad_out, p.Dv, r.dot_t, [](int) { return (R)1; });
+    for (int i = 0; i < rows.n; ++i)
+      copy<R>(p.grad_out.data, p.grad_out.type, rows.at(p.grad_out, i), p.grad_out.s3, p.Dv, r.d_out + i * Dvp, 1,
+              (R)1);
+  }
+  for (int n = 0; n < 3; ++n)
+    r.peak[n] = Vec<R>{}, r.rest[n] = broadcast(INF<R>), r.a[n] = r.b[n] = r.inverse_tau[n] = r.lambda[n] = Vec<R>{};
+  for (int n = 0; n < 3; ++n)
+    r.sum_g[n] = r.sum_gs[n] = r.sum_gd[n] = r.sum_ps[n] = r.sum_pd[n] = r.sum_gp[n] = r.sum_ga[n] = Vec<R>{};
+  kernels.prepare(p, r);
+}
+
+template <class R> struct BackwardPartition {
+  static constexpr int L = BackwardRows<R>::L;
+  int64_t batch, keys;  // blocks of rows per batch, keys per chunk
+  explicit BackwardPartition(const Problem &p) {
+    batch = min_of(BATCH_ROWS / L, (p.Tq + L - 1) / L);
+    keys = (p.Tk + p.chunks - 1) / p.chunks;
+    keys = (keys + BACKWARD_KEYS - 1) / BACKWARD_KEYS * BACKWARD_KEYS;
+  }
+  int64_t block_bytes(const Problem &p) const {
+    return L * (4 * padded<R>(p.D) + 2 * padded<R>(p.Dv)) * (int64_t)sizeof(R) + (int64_t)sizeof(BackwardRows<R>) + 512;
+  }
+  int64_t thread_bytes(const Problem &p) const {
+    return (batch * block_bytes(p) + BackwardPanels<R>::bytes(p) + 63) / 64 * 64;
+  }
+  int64_t bytes(const Problem &p) const { return p.threads * thread_bytes(p) + 128; }
+};
+
+// Everything that chunk `chunk` of the keys gets from and gives to the query heads h ... h + heads - 1 of one batch entry.
+template <class R>
+void backward_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv, int64_t chunk, Arena arena,
+                    const BackwardKernels<R> &kernels) {
+  constexpr int L = BackwardRows<R>::L, N = Simd<R>::N;
+  const bool linked = p.family != regard::KL;
+  const BackwardPartition<R> cut(p);
+  const int64_t group = p.H / p.Hkv, Dp = padded<R>(p.D), Dvp = padded<R>(p.Dv);
+  const int64_t lo = chunk * cut.keys, hi = min_of(p.Tk, lo + cut.keys);
+  const int64_t first_row = (b * p.Hkv + kv) * p.Tk + lo, own = max_of((int64_t)0, hi - lo);
+  if (p.dk) memset((R *)p.dk + first_row * p.D, 0, own * p.D * sizeof(R));
+  if (p.dv) memset((R *)p.dv + first_row * p.Dv, 0, own * p.Dv * sizeof(R));
+  BackwardPanels<R> panels(arena, p);
+  const Arena rest = arena;
+  const bool as_they_lie =
+      readable_in_place<R>(p.key, p.D) && readable_in_place<R>(p.value, p.Dv) && p.D == Dp && p.Dv == Dvp;
+  BackwardRows<R> *blocks[BATCH_ROWS / L];
+  for (int64_t h = kv * group; h < (kv + 1) * group; ++h)
+    for (int64_t batch = 0; batch < p.Tq && !stopped_early(); batch += cut.batch * L) {
+      const int64_t n_blocks = min_of(cut.batch, (p.Tq - batch + L - 1) / L);
+      arena = rest;
+      int64_t from = hi, to = lo, pairs = 0;
+      for (int64_t g = 0; g < n_blocks; ++g) {
+        BackwardRows<R> &r = *(blocks[g] = arena.take<BackwardRows<R>>(1));
+        r.qt = arena.take<R>(L * Dp), r.dot_t = arena.take<R>(L * p.Dv), r.dqt = arena.take<R>(L * p.D);
+        r.q = arena.take<R>(L * Dp), r.d_out = arena.take<R>(L * Dvp);
+        r.dq = linked ? arena.take<R>(L * Dp) : nullptr;
+        const int64_t first = batch + g * L;
+        r.rows.place(p, b, kv, h, false, first, min_of((int64_t)L, p.Tq - first));
+        r.keys = {};
+        if (p.saved_lists && !stopped_early()) open_sparse_rows(p, r, lo);
+        prepare_rows(p, terms, kernels, r);
+        if (r.keys && as_they_lie) {
+          for (int i = 0; i < L; ++i) pairs += r.end[i] - r.next[i];
+          continue;
+        }
+        from = min_of(from, max_of(lo, r.rows.lo)), to = max_of(to, min_of(hi, r.rows.hi));
+      }
+      if (as_they_lie && pairs) {
+        // In windows of keys, so that they stay in the cache from row to row; wide enough to have some pairs of each row.
+        const int64_t window = max_of(WINDOW_KEYS, (p.Tk - lo) * 8 * n_blocks * L / pairs);
+        for (int64_t j = lo; j < hi; j += window)
+          for (int64_t g = 0; g < n_blocks; ++g) {
+            if (!blocks[g]->keys) continue;
+            int64_t k_stride, v_stride;
+            const int64_t keys = min_of(window, hi - j), at = (b * p.Hkv + kv) * p.Tk + j;
+            const R *k = as_rows(p.key, b, kv, j, keys, p.D, panels.k_spare, k_stride);
+            const R *v = as_rows(p.value, b, kv, j, keys, p.Dv, panels.v_spare, v_stride);
+            kernels.block(p, terms, *blocks[g], j, keys, k, k_stride, v, v_stride, (R *)p.dk + at * p.D,
+                          (R *)p.dv + at * p.Dv, panels);
+          }
+      }
+      for (int64_t j = from; j < to; j += BACKWARD_KEYS) {
+        const int64_t keys = min_of(BACKWARD_KEYS, to - j);
+        int64_t k_stride, v_stride;
+        const R *k = as_rows(p.key, b, kv, j, keys, p.D, panels.k_spare, k_stride);
+        const R *v = as_rows(p.value, b, kv, j, keys, p.Dv, panels.v_spare, v_stride);
+        memset(panels.dk, 0, keys * Dp * sizeof(R)), memset(panels.dv, 0, keys * Dvp * sizeof(R));
+        for (int64_t g = 0; g < n_blocks; ++g) {
+          BackwardRows<R> &r = *blocks[g];
+          const int64_t a = max_of(j, r.rows.lo), z = min_of(j + keys, r.rows.hi), skip = a - j;
+          if (a < z && !(r.keys && as_they_lie))
+            kernels.block(p, terms, r, a, z - a, k + skip * k_stride, k_stride, v + skip * v_stride, v_stride,
+                          panels.dk + skip * Dp, panels.dv + skip * Dvp, panels);
+        }
+        for (int64_t i = 0; i < keys; ++i) {
+          const int64_t at = (b * p.Hkv + kv) * p.Tk + j + i;
+          if (p.dk)
+            for (int64_t d = 0; d < p.D; ++d) ((R *)p.dk)[at * p.D + d] += panels.dk[i * Dp + d];
+          if (p.dv)
+            for (int64_t d = 0; d < p.Dv; ++d) ((R *)p.dv)[at * p.Dv + d] += panels.dv[i * Dvp + d];
+        }
+      }
+      for (int64_t g = 0; g < n_blocks; ++g) {
+        const BackwardRows<R> &r = *blocks[g];
+        R *dq[L], factor[L];
+        for (int i = 0; i < r.rows.n; ++i) {
+          const int64_t at = chunk * p.B * p.H * p.Tq + r.rows.flat(p, i);
+          const bool prior_only = linked && r.prior_only[i / N][i % N];
+          dq[i] = (R *)p.dq + at * p.D, factor[i] = prior_only ? 0 : (R)p.scale / r.rows.temperature[i];
+          const R peak = r.peak[i / N][i % N];
+          if (peak != peak) factor[i] = peak;  // an invalid row, even if all of its weights are 0
+          put(p.row_dot, at, r.dot[i]);
+          put(p.row_g, at, prior_only ? 0 : (R)r.sum_g[i / N][i % N]);
+          put(p.row_gp, at, linked ? r.sum_gp[i / N][i % N] : r.sum_g[i / N][i % N]);
+          put(p.row_ga, at, r.sum_ga[i / N][i % N]);
+          put(p.row_gs, at, r.sum_gs[i / N][i % N]);
+          put(p.row_gd, at, r.sum_gd[i / N][i % N]);
+          put(p.row_ps, at, r.sum_ps[i / N][i % N]);
+          put(p.row_pd, at, r.sum_pd[i / N][i % N]);
+        }
+        if (p.dq && !r.keys) to_rows(r.dqt, L, factor, r.rows.n, p.D, dq);
+        if (p.dq && linked)
+          for (int i = 0; i < r.rows.n; ++i)
+            for (int64_t d = 0; d < p.D; ++d) dq[i][d] = (r.keys ? 0 : dq[i][d]) + r.dq[i * Dp + d] * factor[i];
+      }
+    }
+}
+
+template <class R> void run_backward(const Problem &p, const BackwardKernels<R> &kernels) {
+  const Terms terms(p);
+  const BackwardPartition<R> cut(p);
+  char *scratch = scratch_of(p);
+  // Where batch entries or heads add up in one dense gradient, they take turns within a task.
+  const bool shared =
+      (p.dense_g && (!p.dense_g.s0 || !p.dense_g.s1)) || (p.dense_ds && (!p.dense_ds.s0 || !p.dense_ds.s1));
+  const int64_t units = p.B * p.Hkv, turns = shared ? units : 1;
+  parallel(p.threads, units * p.chunks / turns, [&](int64_t job, int64_t thread) {
+    for (int64_t turn = 0; turn < turns; ++turn) {
+      const int64_t unit = shared ? turn : job / p.chunks, chunk = shared ? job : job % p.chunks;
+      const Arena arena{scratch + thread * cut.thread_bytes(p)};
+      backward_chunk<R>(p, terms, unit / p.Hkv, unit % p.Hkv, chunk, arena, kernels);
+    }
+  });
+}
+
+}  // namespace

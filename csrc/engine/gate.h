@@ -1,0 +1,143 @@
+// GATE
+#pragma once
+#include "engine/rows.h"
+
+namespace {
+
+enum Gate { CLOSED, OPEN, PARTLY };
+
+// The prior of a block of keys, in base 2: gate[j][lane], -inf where not admissible. CLOSED: no row may read any key;
+// OPEN: gate is 0 everywhere and was not written. live[j] says whether some row reads key j: a key that none reads may
+// hold NaN, and 0 * NaN must not be formed. The band alone leaves no key of [lo, hi) unread.
+template <class R, int NV>
+Gate fill_gate(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, int64_t first, int64_t keys, R *gate,
+               R *bias, R *spare, uint8_t *live) {
+  using G = Rows<R, NV>;
+  using V = typename G::V;
+  using M = typename G::M;
+  constexpr int N = G::N, L = G::L;
+  const bool edge = first < rows.all_lo || first + keys > rows.all_hi;
+  bool documents = false;
+  if (terms.documents) {
+    const int64_t *ids = (const int64_t *)p.key_ids.data + p.key_ids.s0 * rows.b;
+    int64_t low = INT64_MAX, high = INT64_MIN;
+    for (int64_t j = first; j < first + keys; ++j)
+      low = min_of(low, ids[j * p.key_ids.s3]), high = max_of(high, ids[j * p.key_ids.s3]);
+    if (high < 0 || high < rows.least_document || low > rows.most_document) return CLOSED;
+    documents = !(low == high && rows.least_document == low && rows.most_document == low);
+  }
+  if (!(edge || documents || terms.bias || terms.mask || terms.prior)) return OPEN;
+
+  using I = typename Simd<R>::I;
+  const I right = (I)min_of(p.right, (int64_t)1 << 30), left = (I)min_of(p.left, (int64_t)1 << 30);
+  for (int64_t j = 0; j < keys; ++j)
+    for (int n = 0; n < NV; ++n) {
+      const M distance = (I)(first + j) - rows.position[n];
+      V x = {};
+      if (p.slopes) x -= rows.slope[n] * __builtin_convertvector(distance < 0 ? -distance : distance, V);
+      if (edge) x = ((distance > right) | (distance < -left)) ? broadcast(-INF<R>) : x;
+      store(gate + j * L + n * N, x);
+    }
+  for (int t = 0; t < terms.n_priors; ++t) {
+    rows.fill(*terms.priors[t], first, keys, spare);
+    for (int64_t at = 0; at < keys * L; at += N) {
+      const V x = load(spare + at), g = load(gate + at);
+      const M shut = (x == -INF<R>) | (g == -INF<R>);
+      store(gate + at, shut ? broadcast(-INF<R>) : vmax(broadcast(LOWEST<R>), g + x * (R)LOG2E));
+    }
+  }
+  if (terms.bias) {
+    rows.fill(p.score_bias, first, keys, bias);
+    for (int64_t at = 0; at < keys * L; at += N) {
+      const M shut = load(bias + at) == -INF<R>;
+      store(gate + at, shut ? broadcast(-INF<R>) : load(gate + at));
+    }
+  }
+  if (terms.mask) {
+    rows.fill(p.mask, first, keys, spare);
+    for (int64_t at = 0; at < keys * L; at += N) {
+      const M shut = load(spare + at) == (R)0;
+      store(gate + at, shut ? broadcast(-INF<R>) : load(gate + at));
+    }
+  }
+  if (documents) {
+    const int64_t *ids = (const int64_t *)p.key_ids.data + p.key_ids.s0 * rows.b;
+    for (int64_t j = 0; j < keys; ++j) {
+      const int64_t id = ids[(first + j) * p.key_ids.s3];
+      for (int i = 0; i < L; ++i)
+        if (id != rows.document[i] || id < 0) gate[j * L + i] = -INF<R>;
+    }
+  }
+  if (!(documents || terms.bias || terms.mask || terms.n_priors)) {
+    memset(live, 1, keys);
+    return PARTLY;
+  }
+  bool open = false;
+  for (int64_t j = 0; j < keys; ++j) {
+    M some = {};
+    for (int n = 0; n < NV; ++n) some |= load(gate + j * L + n * N) != -INF<R>;  // a NaN is read, too
+    open |= live[j] = any(some);
+  }
+  return open ? PARTLY : CLOSED;
+}
+
+// The largest log-prior of each row, over all of its keys; the buffers have room for `keys` of them.
+template <class R, int NV>
+void largest_priors(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, int64_t keys, R *gate, R *bias,
+                    R *spare, uint8_t *live, Vec<R> *top) {
+  constexpr int N = Simd<R>::N, L = N * NV;
+  for (int n = 0; n < NV; ++n) top[n] = broadcast(-INF<R>);
+  for (int64_t first = rows.lo; first < rows.hi; first += keys) {
+    const int64_t some = min_of(keys, rows.hi - first);
+    if (fill_gate(p, terms, rows, first, some, gate, bias, spare, live) == CLOSED) continue;
+    for (int64_t j = 0; j < some; ++j)
+      for (int n = 0; n < NV; ++n) top[n] = vmax(top[n], load(gate + j * L + n * N));
+  }
+}
+
+// From raw products to x (in place); `score` receives s if it is wanted apart, `slope` the derivative of the softcap.
+template <class R, int NV>
+void apply_bias_and_mask(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, int64_t keys, R *x,
+                         const R *gate, const R *bias, R *score, R *slope) {
+  using V = Vec<R>;
+  constexpr int N = Simd<R>::N, L = N * NV;
+  const R cap = (R)p.softcap;
+  const bool apart = p.family != regard::KL;
+  for (int64_t j = 0; j < keys; ++j)
+    for (int n = 0; n < NV; ++n) {
+      const int64_t at = j * L + n * N;
+      V s = load(x + at);
+      if (!terms.folded) {
+        if (terms.capped) {
+          s = vtanh(s);
+          if (slope) store(slope + at, (R)1 - s * s);
+          s *= cap;
+        }
+        if (terms.bias) s += load(bias + at);
+        if (score) store(score + at, s);
+        s *= rows.c[n];
+      }
+      if (gate) {
+        const V g = load(gate + at);
+        if (apart) s = g == g ? s : g;  // a prior that is NaN stays visible
+        s = g == -INF<R> ? g : vmax(broadcast(LOWEST<R>), apart ? s : s + g);
+      }
+      store(x + at, s);
+    }
+}
+
+// f(from, to) for each run of keys that some row reads.
+template <class F> INLINE void for_each_live_run(const uint8_t *live, int64_t keys, F f) {
+  if (!live) return f((int64_t)0, keys);
+  for (int64_t j = 0; j < keys;) {
+    if (!live[j]) {
+      ++j;
+      continue;
+    }
+    const int64_t from = j;
+    while (j < keys && live[j]) ++j;
+    f(from, j);
+  }
+}
+
+}  // namespace

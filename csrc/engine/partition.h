@@ -1,0 +1,30 @@
+// PARTITION
+#pragma once
+#include "engine/rows.h"
+
+namespace {
+
+template <class R, int NV> struct WorkPartition {
+  static constexpr int64_t L = Simd<R>::N * NV;
+  bool packed;          // rows of a block belong to all query heads that read one key head
+  int64_t units, rows;  // units: heads of all batch entries that are computed apart; rows: of each
+  int64_t blocks;       // of L rows, in each unit
+
+  explicit WorkPartition(const Problem &p) {
+    const int64_t group = p.H / p.Hkv;
+    packed = group > 1 && p.Tq < 16;
+    units = p.B * (packed ? p.Hkv : p.H), rows = packed ? p.Tq * group : p.Tq;
+    blocks = (rows + L - 1) / L;
+  }
+  // Rows first ... first + count - 1 of a unit.
+  void place(const Problem &p, Rows<R, NV> &r, int64_t unit, int64_t first, int64_t count) const {
+    const int64_t group = p.H / p.Hkv, heads = packed ? p.Hkv : p.H;
+    const int64_t b = unit / heads, h = packed ? unit % heads * group : unit % heads;
+    r.place(p, b, h / group, h, packed, first, count);
+  }
+  void place_block(const Problem &p, Rows<R, NV> &r, int64_t unit, int64_t block) const {
+    place(p, r, unit, block * L, min_of(L, rows - block * L));
+  }
+};
+
+}  // namespace

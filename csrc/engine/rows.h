@@ -1,0 +1,154 @@
+// A block of rows: L rows of the plan that read one key/value head, one per lane; and what turns their raw products
+// into exponents. KL: in base 2, x = (s/tau + log pi) * log2(e). Else the prior stays apart, as its logarithm in base 2, and
+// x = c s with c = (alpha - 1)/tau (Tsallis) or log2(e)/tau. Either way -inf where a key is not admissible.
+#pragma once
+#include "engine/elements.h"
+#include "engine/problem.h"
+#include "engine/transpose.h"
+#include "engine/vector_math.h"
+
+namespace {
+
+// Which terms a problem has, decided once per call.
+struct Terms {
+  bool bias, mask, documents, prior, capped;
+  bool folded;  // x is the raw product: scale and temperature are multiplied into the query
+  const Tensor *priors[regard::PRIORS];
+  int n_priors;
+
+  explicit Terms(const Problem &p)
+      : bias(p.score_bias), mask(p.mask), documents(p.query_ids), prior(p.slopes), capped(p.softcap != 0), n_priors(0) {
+    const Tensor *given[] = {&p.prior0, &p.prior1, &p.prior2, &p.prior3};
+    for (const Tensor *t : given)
+      if (*t) priors[n_priors++] = t, prior = true;
+    folded = !(bias || (prior && p.family == regard::KL) || capped);
+  }
+};
+
+// D numbers in whole vectors.
+template <class R> constexpr int64_t padded(int64_t D) { return (D + Simd<R>::N - 1) / Simd<R>::N * Simd<R>::N; }
+
+template <class R, int NV> struct Rows {
+  static constexpr int N = Simd<R>::N, L = N * NV;
+  using V = Vec<R>;
+  using M = Mask<R>;
+
+  V c[NV];                               // see above
+  V slope[NV];                           // of the prior, times log2(e)
+  M position[NV];                        // where the row stands among the keys
+  M hash[NV];                            // dropout's state of (b, h, i); the low 32 bits count
+  R temperature[L], level[L], power[L];  // power: Tsallis' alpha - 1
+  int n;                                 // rows that exist; the lanes beyond repeat the last one
+  int64_t b, kv, head[L], query[L], document[L], least_document, most_document;
+  int64_t lo, hi;          // keys that some row may read, as far as the band says
+  int64_t all_lo, all_hi;  // keys that every row may read
+
+  int64_t at(const Tensor &t, int lane) const { return t.s0 * b + t.s1 * head[lane] + t.s2 * query[lane]; }
+  // In a contiguous [B, H, Tq].
+  int64_t flat(const Problem &p, int lane) const { return (b * p.H + head[lane]) * p.Tq + query[lane]; }
+
+  // Rows first ... first + count of head h; or, packed, of all heads that read `kv`, one head after the other.
+  void place(const Problem &p, int64_t b_, int64_t kv_, int64_t h, bool packed, int64_t first, int64_t count) {
+    b = b_, kv = kv_, n = (int)count;
+    int64_t low = INT64_MAX, high = INT64_MIN;
+    for (int i = 0; i < L; ++i) {
+      const int64_t row = first + min_of((int64_t)i, count - 1);
+      head[i] = packed ? h + row / p.Tq : h;
+      query[i] = packed ? row % p.Tq : row;
+      temperature[i] = p.temperature ? element<R>(p.temperature.data, p.temperature.type, at(p.temperature, i))
+                                     : (R)p.temperature_value;
+      level[i] = p.level ? element<R>(p.level.data, p.level.type, at(p.level, i)) : (R)p.level_value;
+      power[i] = p.alpha ? element<R>(p.alpha.data, p.alpha.type, at(p.alpha, i)) - 1 : (R)(p.alpha_value - 1);
+      c[i / N][i % N] = (p.family == regard::TSALLIS ? power[i] : (R)LOG2E) / temperature[i];
+      slope[i / N][i % N] = p.slopes ? (R)LOG2E * element<R>(p.slopes.data, p.slopes.type, at(p.slopes, i)) : 0;
+      const int64_t where = query[i] + p.offset;
+      position[i / N][i % N] = (typename Simd<R>::I)where;
+      low = min_of(low, where), high = max_of(high, where);
+    }
+    lo = max_of(low - p.left, (int64_t)0), hi = min_of(high + p.right + 1, p.Tk);
+    if (p.left + p.right < 0) hi = lo;  // an empty band
+    all_lo = high - p.left, all_hi = low + p.right + 1;
+    if (p.query_ids) {
+      least_document = INT64_MAX, most_document = INT64_MIN;
+      for (int i = 0; i < L; ++i) {
+        document[i] = ((const int64_t *)p.query_ids.data)[at(p.query_ids, i)];
+        least_document = min_of(least_document, document[i]), most_document = max_of(most_document, document[i]);
+      }
+    }
+    if (p.dropout_key)
+      for (int i = 0; i < L; ++i) {
+        const uint32_t key = (uint32_t)((const int64_t *)p.dropout_key.data)[at(p.dropout_key, i)];
+        hash[i / N][i % N] = (typename Simd<R>::I)mix(key ^ mix((uint32_t)query[i] + 0x9E3779B9u));
+      }
+  }
+
+  static uint32_t mix(uint32_t a) {  // MurmurHash3's finaliser
+    a = (a ^ (a >> 16)) * 0x85EBCA6Bu;
+    a = (a ^ (a >> 13)) * 0xC2B2AE35u;
+    return a ^ (a >> 16);
+  }
+
+  // What dropout leaves of the weight of key j in a row: 1/(1-p) or 0 of it.
+  R dropout_factor_at(const Problem &p, int64_t j, int lane) const {
+    const uint32_t key = mix((uint32_t)j + 0x9E3779B9u);
+    return (int64_t)mix((uint32_t)hash[lane / N][lane % N] ^ key) >= p.threshold ? (R)p.kept_scale : 0;
+  }
+  V dropout_factor(const Problem &p, int64_t j, int n) const {
+    V result;
+    for (int i = 0; i < N; ++i) result[i] = dropout_factor_at(p, j, n * N + i);
+    return result;
+  }
+
+  // What the query is multiplied by before its products.
+  R factor(const Problem &p, const Terms &terms, int lane) const {
+    if (terms.folded) return (R)p.scale * c[lane / N][lane % N];
+    return terms.capped ? (R)(p.scale / p.softcap) : (R)p.scale;
+  }
+
+  // A tensor's rows, transposed: to[d][lane] = t[row][d] * factor; 0 in lanes without a row.
+  template <class F> void transpose(const Tensor &t, int64_t D, R *to, F factor) const {
+    int i = 0;
+    if (t.type == (sizeof(R) == 4 ? regard::F32 : regard::F64) && t.s3 == 1) {
+      const R *from[L];
+      R factors[L];
+      for (int r = 0; r < n; ++r) from[r] = (const R *)t.data + at(t, r), factors[r] = factor(r);
+      i = (int)to_lanes(from, factors, n, D, to, L);
+    }
+    for (; i < n; ++i) copy<R>(t.data, t.type, at(t, i), t.s3, D, to + i, L, factor(i));
+    for (int i = n; i < L; ++i)
+      for (int64_t d = 0; d < D; ++d) to[d * L + i] = 0;
+  }
+
+  bool finite(const Tensor &t, int64_t D, int lane) const {
+    R sum = 0;
+    for (int64_t d = 0; d < D; ++d) sum += 0 * element<R>(t.data, t.type, at(t, lane) + d * t.s3);
+    return sum == 0;
+  }
+
+  // The rows as they are: to[lane][d] = t[row][d] * factor; 0 in lanes without a row and beyond D. `to` has rows of `stride`.
+  template <class F> void gather_rows(const Tensor &t, int64_t D, R *to, int64_t stride, F factor) const {
+    memset(to, 0, L * stride * sizeof(R));
+    for (int i = 0; i < n; ++i) copy<R>(t.data, t.type, at(t, i), t.s3, D, to + i * stride, 1, factor(i));
+  }
+
+  // panel[j][lane] = t[row][first + j], for a tensor that broadcasts to the plan.
+  void fill(const Tensor &t, int64_t first, int64_t keys, R *panel) const {
+    bool same = true;
+    for (int i = 1; i < L; ++i) same &= at(t, i) == at(t, 0);
+    if (same) {
+      for (int64_t j = 0; j < keys; ++j) {
+        const V x = broadcast(element<R>(t.data, t.type, at(t, 0) + (first + j) * t.s3));
+        for (int n = 0; n < NV; ++n) store(panel + j * L + n * N, x);
+      }
+    } else {
+      for (int i = 0; i < L; ++i) copy<R>(t.data, t.type, at(t, i) + first * t.s3, t.s3, keys, panel + i, L, (R)1);
+    }
+  }
+};
+
+template <class R> INLINE R of_row(const Tensor &t, int64_t at) { return element<R>(t.data, t.type, at); }
+template <class R> INLINE void put(int64_t to, int64_t at, R value) {
+  if (to) ((R *)to)[at] = value;
+}
+
+}  // namespace

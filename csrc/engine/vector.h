@@ -1,0 +1,152 @@
+// Vectors of the widest kind this translation unit is compiled for, by GCC's vector extensions (clang has them too).
+// Everything lives in an unnamed namespace: the file is compiled once per instruction set, and no symbol may be shared.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace {
+
+// The register tile: TILE_KEYS keys x 3 vectors of rows. SCATTER_*: see tiles.h.
+#if defined(__AVX512F__)
+constexpr int BYTES = 64, TILE_KEYS = 8, SCATTER_VECTORS = 4;
+#elif defined(__AVX2__)
+constexpr int BYTES = 32, TILE_KEYS = 4, SCATTER_VECTORS = 2;
+#elif defined(__aarch64__)
+constexpr int BYTES = 16, TILE_KEYS = 8, SCATTER_VECTORS = 4;
+#else
+constexpr int BYTES = 16, TILE_KEYS = 4, SCATTER_VECTORS = 2;
+#endif
+
+template <class R> struct IntegerOf;
+template <> struct IntegerOf<float> {
+  using type = int32_t;
+};
+template <> struct IntegerOf<double> {
+  using type = int64_t;
+};
+
+template <class R> struct Simd {
+  static constexpr int N = BYTES / sizeof(R);
+  using I = typename IntegerOf<R>::type;
+  typedef R V __attribute__((vector_size(BYTES)));
+  typedef R Loose __attribute__((vector_size(BYTES), aligned(sizeof(R)), may_alias));
+  typedef I M __attribute__((vector_size(BYTES)));
+};
+
+template <class R> using Vec = typename Simd<R>::V;
+template <class R> using Mask = typename Simd<R>::M;
+
+#define INLINE inline __attribute__((always_inline))
+
+template <class R> INLINE Vec<R> load(const R *p) { return *(const typename Simd<R>::Loose *)p; }
+template <class R> INLINE void store(R *p, Vec<R> v) { *(typename Simd<R>::Loose *)p = v; }
+template <class R> INLINE Vec<R> broadcast(R x) { return x - Vec<R>{}; }  // x + 0 would cost an addition: -0 + 0 = 0
+
+template <int C> struct Constant {  // a number as a type
+  static constexpr int value = C;
+};
+
+template <class T> INLINE T min_of(T a, T b) { return a < b ? a : b; }
+template <class T> INLINE T max_of(T a, T b) { return a > b ? a : b; }
+
+// The larger of each pair; b where one is NaN, so a limit goes first to let NaN through.
+#if defined(__AVX512F__)
+INLINE Vec<float> vmax(Vec<float> a, Vec<float> b) { return (Vec<float>)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE Vec<double> vmax(Vec<double> a, Vec<double> b) { return (Vec<double>)_mm512_max_pd((__m512d)a, (__m512d)b); }
+#elif defined(__AVX2__)
+INLINE Vec<float> vmax(Vec<float> a, Vec<float> b) { return (Vec<float>)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE Vec<double> vmax(Vec<double> a, Vec<double> b) { return (Vec<double>)_mm256_max_pd((__m256d)a, (__m256d)b); }
+#else
+template <class V> INLINE V vmax(V a, V b) { return a > b ? a : b; }
+#endif
+
+// a b + c, rounded once where the machine can. For sums that must be equal to the last bit wherever they are made: which
+// products a compiler fuses by itself depends on what surrounds them (clang fuses none that is used twice).
+#if defined(__AVX512F__)
+INLINE Vec<float> multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
+  return (Vec<float>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+INLINE Vec<double> multiply_add(Vec<double> a, Vec<double> b, Vec<double> c) {
+  return (Vec<double>)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+}
+#elif defined(__FMA__)
+INLINE Vec<float> multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
+  return (Vec<float>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+INLINE Vec<double> multiply_add(Vec<double> a, Vec<double> b, Vec<double> c) {
+  return (Vec<double>)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+}
+#elif defined(__aarch64__)
+INLINE Vec<float> multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
+  return (Vec<float>)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+}
+INLINE Vec<double> multiply_add(Vec<double> a, Vec<double> b, Vec<double> c) {
+  return (Vec<double>)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
+}
+#else
+template <class V> INLINE V multiply_add(V a, V b, V c) { return a * b + c; }
+#endif
+#if defined(__FMA__) || defined(__aarch64__)
+INLINE float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+INLINE double multiply_add(double a, double b, double c) { return __builtin_fma(a, b, c); }
+#endif
+
+template <class M> INLINE bool any(M mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#else
+  bool found = false;
+  for (unsigned n = 0; n < sizeof(M) / sizeof(mask[0]); ++n) found |= mask[n] != 0;
+  return found;
+#endif
+}
+
+// Bit i: whether lane i of a mask is set.
+template <class M> INLINE unsigned lanes_of(M mask) {
+  constexpr unsigned N = sizeof(M) / sizeof(mask[0]);
+#if defined(__AVX512F__)
+  if (N == 16) return _mm512_movepi32_mask((__m512i)mask);
+  return _mm512_movepi64_mask((__m512i)mask);
+#elif defined(__AVX2__)
+  if (N == 8) return (unsigned)_mm256_movemask_ps((__m256)mask);
+  return (unsigned)_mm256_movemask_pd((__m256d)mask);
+#else
+  unsigned bits = 0;
+  for (unsigned n = 0; n < N; ++n) bits |= (unsigned)(mask[n] != 0) << n;
+  return bits;
+#endif
+}
+
+// The sums over the lanes of four vectors.
+template <class R> INLINE void add_lanes(const Vec<R> (&x)[4], R *to) {
+#if defined(__AVX2__)
+  if constexpr (sizeof(R) == 4) {
+    __m256 y[4];
+    for (int i = 0; i < 4; ++i) {
+#if defined(__AVX512F__)
+      const __m512 z = (__m512)x[i];
+      y[i] = _mm256_add_ps(_mm512_castps512_ps256(z), _mm512_extractf32x8_ps(z, 1));
+#else
+      y[i] = (__m256)x[i];
+#endif
+    }
+    const __m256 sums = _mm256_hadd_ps(_mm256_hadd_ps(y[0], y[1]), _mm256_hadd_ps(y[2], y[3]));
+    _mm_storeu_ps((float *)to, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
+    return;
+  }
+#endif
+  for (int i = 0; i < 4; ++i) {
+    R sum = 0;
+    for (int n = 0; n < Simd<R>::N; ++n) sum += x[i][n];
+    to[i] = sum;
+  }
+}
+
+}  // namespace

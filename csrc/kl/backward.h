@@ -1,0 +1,158 @@
+// Backward, KL: nothing of the plan was kept; it is made again from the saved dual (kept in two parts).
+//
+//   task = a key/value head and a chunk of keys. For each query head that reads it, for each batch of row blocks:
+//     Q^T, dO^T (lanes = rows) and Q, dO as rows; b = the baseline from <dO, O>
+//     for each block of keys in the chunk, for each block of rows that may read it:
+//       p  <- 2^(x - peak - rest);  U <- dO V^T;  G <- p (u - A - B log2 p)      [keys][L]   (theory: the advantage; A, B below)
+//       dV <- dV + P dO;  dK <- dK + G Q;  dQ^T <- dQ^T + G^T K
+// A chunk owns its keys, so dK and dV are summed in one fixed order; rows get one part of dQ per chunk, added in order later.
+// The number of chunks depends on the shape alone. G = tau dL/ds; scale and 1/tau are multiplied into the rows of Q and into
+// dQ at its end. With mu = (mass of the plan)/(mass of the distribution) and incoming gradients of lse and entropy H:
+//   dL/ds_j = (p_j/tau) [u_j - b + (g_lse - g_H (log p_j - log mu + H))/mu]
+#pragma once
+#include "engine/backward_walk.h"
+
+namespace {
+
+// What a row adds to its advantage.
+template <class R> void prepare_kl(const Problem &p, BackwardRows<R> &r) {
+  constexpr int N = Simd<R>::N;
+  const Rows<R, 3> &rows = r.rows;
+  const int64_t Dp = padded<R>(p.D), Dvp = padded<R>(p.Dv);
+  for (int i = 0; i < rows.n; ++i) {
+    const int n = i / N, lane = i % N;
+    const R tau = rows.temperature[i], level = rows.level[i];
+    const R dual = p.saved_dual ? of_row<R>(p.saved_dual, rows.at(p.saved_dual, i)) : 0;
+    const R sent = p.grad_out ? dot(r.d_out + i * Dvp, p.saved_out, rows.at(p.saved_out, i), p.Dv) : 0;
+    r.dot[i] = sent;
+    r.inverse_tau[n][lane] = 1 / tau, r.lambda[n][lane] = dual;
+    const R peak = of_row<R>(p.saved_peak, rows.at(p.saved_peak, i));
+    if (peak == -INF<R>) {  // no key may be read, and the query may hold anything
+      memset(r.q + i * Dp, 0, Dp * sizeof(R));
+      r.idle = true;
+      continue;
+    }
+    r.peak[n][lane] = peak, r.rest[n][lane] = of_row<R>(p.saved_rest, rows.at(p.saved_rest, i));
+    R log_mu = 0, base = sent;
+    if (p.marginal == regard::ROWS && p.mass != 1) log_mu = (R)::log(p.mass), base = sent / (R)p.mass;
+    if (p.marginal == regard::RELAX) log_mu = dual / level, base = sent / (R)::exp(log_mu) * (level / (level + tau));
+    if (p.marginal == regard::FREE) base = 0;
+    if (p.marginal == regard::FREE && p.saved_lse)
+      log_mu = of_row<R>(p.saved_lse, rows.at(p.saved_lse, i)) + level / tau;
+    const R inverse_mu = log_mu == 0 ? 1 : (R)::exp(-log_mu);
+    R add = p.grad_lse ? of_row<R>(p.grad_lse, rows.at(p.grad_lse, i)) : 0;
+    if (p.grad_entropy) {
+      const R g = of_row<R>(p.grad_entropy, rows.at(p.grad_entropy, i));
+      add -= g * (of_row<R>(p.saved_entropy, rows.at(p.saved_entropy, i)) - log_mu);
+      r.b[n][lane] = g * inverse_mu * (R)LN2;
+    }
+    if (log_mu > -INF<R>) r.a[n][lane] = base - add * inverse_mu;
+  }
+}
+
+// One block of keys for one block of rows.
+template <class R>
+void backward_block_kl(const Problem &p, const Terms &terms, BackwardRows<R> &r, int64_t first, int64_t keys,
+                       const R *k, int64_t k_stride, const R *v, int64_t v_stride, R *dk, R *dv, BackwardPanels<R> &s) {
+  constexpr int NV = 3, N = Simd<R>::N, L = N * NV;
+  using V = Vec<R>;
+  const Rows<R, NV> &rows = r.rows;
+  const Gate gate = fill_gate(p, terms, rows, first, keys, s.gate, s.bias, s.spare, s.live);
+  if (gate == CLOSED) return;
+  const uint8_t *live = gate == PARTLY ? s.live : nullptr;
+  const bool scored = p.row_gs && !terms.folded;
+  scores<R, NV, false>(r.qt, k, k_stride, p.D, keys, s.x);
+  if (gate == PARTLY || !terms.folded)
+    apply_bias_and_mask(p, terms, rows, keys, s.x, gate == PARTLY ? s.gate : nullptr, s.bias,
+                        scored ? s.score : nullptr, terms.capped ? s.slope : nullptr);
+  if (p.grad_out)
+    scores<R, NV, false>(r.dot_t, v, v_stride, p.Dv, keys, s.u);
+  else
+    memset(s.u, 0, keys * L * sizeof(R));
+  const R *weights = s.x;  // what dV is made of: p, or what dropout left of it
+  for (int n = 0; n < NV; ++n) {
+    const V peak = r.peak[n], rest = r.rest[n], a = r.a[n], b = r.b[n];
+    const auto some = [&](int64_t j, auto count, auto exact) {
+      constexpr int U = decltype(count)::value;
+      constexpr bool ZERO = decltype(exact)::value;
+      V t[U], w[U];
+#pragma GCC unroll 8
+      for (int u = 0; u < U; ++u) t[u] = vmax(broadcast(FLOOR<R, ZERO>), load(s.x + (j + u) * L + n * N) - peak - rest);
+      vexp2<ZERO>(t, w);
+#pragma GCC unroll 8
+      for (int u = 0; u < U; ++u) {
+        const int64_t at = (j + u) * L + n * N;
+        V utility = load(s.u + at);
+        if (p.dropout_key) {
+          const V kept = rows.dropout_factor(p, first + j + u, n);
+          utility *= kept;
+          store(s.kept + at, w[u] * kept);
+        }
+        V g = w[u] * (utility - a - b * t[u]);
+        if (ZERO) g = w[u] == 0 ? V{} : g;  // a key that is not read may hold anything; a NaN weight stays
+        store(s.x + at, w[u]), store(s.u + at, g);
+      }
+    };
+    int64_t j = 0;
+    if (p.row_gs)  // s - lambda, for the temperature
+      for (int64_t at = n * N; at < keys * L; at += L)
+        store(s.score + at,
+              terms.folded ? (load(s.x + at) - peak - rest) / rows.c[n] : load(s.score + at) - r.lambda[n]);
+    if (live || rows.n < L || r.idle) {
+      for (; j + 4 <= keys; j += 4) some(j, Constant<4>(), Constant<true>());
+      for (; j < keys; ++j) some(j, Constant<1>(), Constant<true>());
+    } else {
+      for (; j + 4 <= keys; j += 4) some(j, Constant<4>(), Constant<false>());
+      for (; j < keys; ++j) some(j, Constant<1>(), Constant<false>());
+    }
+  }
+  if (p.dropout_key) weights = s.kept;
+
+  if (p.row_g || p.row_gp || p.row_gs || p.row_gd || p.key_g || p.key_ds || p.dense_g || p.dense_ds || p.key_mass) {
+    using I = typename Simd<R>::I;
+    for (int64_t j = 0; j < keys; ++j) {
+      R key_g = 0, key_ds = 0, key_mass = 0;
+      for (int n = 0; n < NV; ++n) {
+        const int64_t at = j * L + n * N;
+        const V g = load(s.u + at), ds = g * r.inverse_tau[n];
+        r.sum_g[n] += g;
+        if (p.row_gs) {
+          const V w = load(s.x + at), score = w == 0 ? V{} : load(s.score + at);
+          r.sum_gs[n] += g * score, r.sum_ps[n] += w * score;
+        }
+        if (p.row_gd) {
+          const Mask<R> distance = (I)(first + j) - rows.position[n];
+          const V away = __builtin_convertvector(distance < 0 ? -distance : distance, V);
+          r.sum_gd[n] += g * away, r.sum_pd[n] += load(s.x + at) * away;
+        }
+        for (int i = 0; i < N; ++i) {
+          key_g += g[i], key_ds += ds[i];
+          if (p.key_mass && n * N + i < rows.n) key_mass += s.x[at + i];
+        }
+        for (int i = 0; i < N && n * N + i < rows.n; ++i) {
+          const int row = n * N + i;
+          if (p.dense_g) ((R *)p.dense_g.data)[rows.at(p.dense_g, row) + (first + j) * p.dense_g.s3] += g[i];
+          if (p.dense_ds) ((R *)p.dense_ds.data)[rows.at(p.dense_ds, row) + (first + j) * p.dense_ds.s3] += ds[i];
+        }
+      }
+      const int64_t at = (rows.b * p.H + rows.head[0]) * p.Tk + first + j;
+      if (p.key_g) ((R *)p.key_g)[at] += key_g;
+      if (p.key_ds) ((R *)p.key_ds)[at] += key_ds;
+      if (p.key_mass) ((R *)p.key_mass)[at] += key_mass;
+    }
+  }
+
+  if (p.dv && p.grad_out) scatter<R, L>(weights, r.d_out, padded<R>(p.Dv), keys, dv);
+  if (!(p.dq || p.dk)) return;
+  if (terms.capped)
+    for (int64_t at = 0; at < keys * L; at += N) store(s.u + at, load(s.u + at) * load(s.slope + at));
+  if (live && terms.capped)
+    for (int64_t at = 0; at < keys * L; at += N) store(s.u + at, load(s.x + at) == 0 ? V{} : load(s.u + at));
+  if (p.dk) scatter<R, L>(s.u, r.q, padded<R>(p.D), keys, dk);
+  if (p.dq)
+    for_each_live_run(live, keys, [&](int64_t from, int64_t to) {
+      gather<R, NV>(s.u + from * L, k + from * k_stride, k_stride, to - from, p.D, r.dqt);
+    });
+}
+
+}  // namespace

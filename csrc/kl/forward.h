@@ -1,0 +1,285 @@
+// Forward, KL: one pass over the keys per block of rows, all of a row's statistics in its lane.
+//
+//   for each block of L rows (lanes), for each block of keys that some row may read:
+//     gate  <- the prior in base 2, if it does something here      [keys][L]
+//     x     <- exponents: Q K^T, softcap, bias, temperature, gate   [keys][L]
+//     m'    <- max x, if that is far above m: then what was summed is scaled by 2^(m - m'); else m
+//     p     <- 2^(x - m'); sum p, p t, p t^2 with t = x - m'        (entropy and variance: two multiply-adds)
+//     O^T   <- O^T + P^T V                                          [Dv][L]
+//   at the end each row turns its sums into output, dual and statistics.
+// Few rows over many keys (decoding): query heads that share a key head become rows of one block, and the keys are split
+// into a number of parts that depends on the shape alone; parts are merged in order, so threads never change a result.
+// Rows that fit one vector (NV = 1) have their products from few.h, and O lies in rows: [L][Dv].
+#pragma once
+#include "engine/arena.h"
+#include "engine/gate.h"
+#include "engine/partition.h"
+#include "engine/threads.h"
+#include "engine/tiles.h"
+#include "kl/decode.h"
+#include "kl/results.h"
+#include "kl/running_sums.h"
+
+namespace {
+
+// Keys per block. Few rows (NV = 1): a block's values wait in the first-level cache for their turn, 4 KiB of them at
+// D = 64 (from memory: float32 by 32 keys is a tenth slower).
+template <int NV> constexpr int64_t KEY_BLOCK = NV == 1 ? 32 : 96;
+template <int NV, class T> constexpr int64_t KEY_STEP = NV == 1 && sizeof(T) > 2 ? 16 : KEY_BLOCK<NV>;
+// How far exponents may lie above what they are measured from before the sums are brought to a new reference, which
+// takes a sweep over O: that would be most blocks of keys, since some row among L mostly finds a larger score.
+constexpr int SLACK = 4;
+constexpr int64_t ROW_BLOCKS = 4;  // blocks of rows that share a block of keys while it is in the cache
+
+// A thread's panels.
+template <class R, int NV> struct Panels {
+  static constexpr int64_t SIZE = KEY_BLOCK<NV> * Simd<R>::N * NV;
+  R *x, *gate, *bias, *score, *spare;
+  uint8_t *live;
+  explicit Panels(Arena &arena)
+      : x(arena.take<R>(SIZE)),
+        gate(arena.take<R>(SIZE)),
+        bias(arena.take<R>(SIZE)),
+        score(arena.take<R>(SIZE)),
+        spare(arena.take<R>(SIZE)),
+        live(arena.take<uint8_t>(KEY_BLOCK<NV>)) {}
+};
+
+// x -> p in place, for one vector of rows; the block's sums are made apart and then added: shorter chains of rounding.
+template <class R, int NV, bool MOMENTS, bool ZERO>
+__attribute__((noinline)) void exponentiate(RunningSums<R, NV> &sums, int n, Vec<R> safe, int64_t keys, R *x) {
+  using V = Vec<R>;
+  constexpr int N = Simd<R>::N, L = N * NV;
+  V l = {}, e1 = {}, e2 = {};
+  const auto some = [&](int64_t j, auto count) {
+    constexpr int U = decltype(count)::value;
+    V t[U], p[U];
+#pragma GCC unroll 8
+    for (int u = 0; u < U; ++u) t[u] = vmax(broadcast(FLOOR<R, ZERO>), load(x + (j + u) * L + n * N) - safe);
+    vexp2<ZERO>(t, p);
+#pragma GCC unroll 8
+    for (int u = 0; u < U; ++u) {
+      store(x + (j + u) * L + n * N, p[u]);
+      l += p[u];
+      if (MOMENTS) {
+        const V pt = p[u] * t[u];
+        e1 += pt;
+        e2 += pt * t[u];
+      }
+    }
+  };
+  int64_t j = 0;
+  for (; j + 2 <= keys; j += 2) some(j, Constant<2>());  // four at once do not fit 16 registers
+  for (; j < keys; ++j) some(j, Constant<1>());
+  sums.l[n] += l;
+  if (MOMENTS) sums.e1[n] += e1, sums.e2[n] += e2;
+}
+
+// One block of keys for one block of rows; k and v point at key `first`. T: what they are stored as; R unless NV = 1.
+template <class R, int NV, class T>
+void attend(const Problem &p, const Terms &terms, const RequestedStatistics &want, const Rows<R, NV> &rows,
+            RunningSums<R, NV> &sums, const R *qt, R *ot, int64_t first, int64_t keys, const T *k, int64_t k_stride,
+            const T *v, int64_t v_stride, Panels<R, NV> &panels) {
+  using V = Vec<R>;
+  using M = Mask<R>;
+  constexpr int N = Simd<R>::N, L = N * NV;
+  R *x = panels.x;
+  const Gate gate = fill_gate(p, terms, rows, first, keys, panels.gate, panels.bias, panels.spare, panels.live);
+  if (gate == CLOSED) return;
+  V tops[NV];
+  for (int n = 0; n < NV; ++n) tops[n] = broadcast(-INF<R>);
+  const bool plain = NV > 1 && gate == OPEN && terms.folded;  // the product finds the largest on its way
+  const int64_t some = (rows.n + 3) / 4 * 4;                  // rows, as few.h counts them
+  if constexpr (NV == 1)
+    decode_scores(qt, some, p.D, k, k_stride, keys, x, L, v, v_stride, p.Dv);
+  else if (plain)
+    scores<R, NV, true>(qt, k, k_stride, p.D, keys, x, tops);
+  else
+    scores<R, NV, false>(qt, k, k_stride, p.D, keys, x);
+  if (gate == PARTLY || !terms.folded)
+    apply_bias_and_mask(p, terms, rows, keys, x, gate == PARTLY ? panels.gate : nullptr, panels.bias,
+                        want.apart ? panels.score : nullptr, (R *)nullptr);
+
+  for (int n = 0; n < NV; ++n) {
+    if (!plain)
+      for (int64_t j = 0; j < keys; ++j) tops[n] = vmax(tops[n], load(x + j * L + n * N));
+    const V high = vmax(sums.high[n], tops[n]);
+    sums.high[n] = high;
+    if (want.first && first == 0) sums.first[n] = load(x + n * N);
+    // The anchor goes with the heaviest key; where none is wanted, the reference may stay behind.
+    const M higher = high > sums.m[n] + (R)(want.apart ? 0 : SLACK);
+    const V to = higher ? high : sums.m[n];
+    if (want.apart) {
+      V anchor = sums.anchor[n];
+      for (int64_t j = 0; j < keys; ++j) {
+        const V s = load(panels.score + j * L + n * N), e = load(x + j * L + n * N);
+        sums.top[n] = e > -INF<R> ? vmax(sums.top[n], s) : sums.top[n];
+        anchor = (higher & (e == to)) ? s : anchor;
+      }
+      sums.move_anchor(n, anchor);
+    }
+    if (any(higher)) {
+      const V r = sums.raise(n, to);
+      rescale<R, NV>(ot, p.Dv, n, r);
+    }
+    const V safe = to == -INF<R> ? V{} : to;
+    if (gate == OPEN)
+      want.moments ? exponentiate<R, NV, true, false>(sums, n, safe, keys, x)
+                   : exponentiate<R, NV, false, false>(sums, n, safe, keys, x);
+    else
+      want.moments ? exponentiate<R, NV, true, true>(sums, n, safe, keys, x)
+                   : exponentiate<R, NV, false, true>(sums, n, safe, keys, x);
+    if (want.apart) {
+      V y1 = {}, y2 = {};
+      for (int64_t j = 0; j < keys; ++j) {
+        const V w = load(x + j * L + n * N);
+        const V s = w > 0 ? load(panels.score + j * L + n * N) - sums.anchor[n] : V{};
+        y1 += w * s, y2 += w * s * s;
+      }
+      sums.y1[n] += y1, sums.y2[n] += y2;
+    }
+    if (want.collision)
+      for (int64_t j = 0; j < keys; ++j) sums.collision[n] += load(x + j * L + n * N) * load(x + j * L + n * N);
+    if (want.spread) {
+      const R *squares = (const R *)p.squares.data + p.squares.s0 * rows.b + p.squares.s1 * rows.kv;
+      for (int64_t j = 0; j < keys; ++j) sums.spread[n] += load(x + j * L + n * N) * squares[first + j];
+    }
+    if (want.count) {
+      if (gate == OPEN)
+        sums.count[n] += (R)keys;
+      else
+        for (int64_t j = 0; j < keys; ++j)
+          sums.count[n] -= __builtin_convertvector(load(panels.gate + j * L + n * N) > -INF<R>, V);
+    }
+    if (want.prior_mass) {
+      V top = sums.prior_top[n];
+      for (int64_t j = 0; j < keys; ++j) top = vmax(top, load(panels.gate + j * L + n * N));
+      const V safe = sums.raise_prior(n, top);
+      for (int64_t j = 0; j < keys; ++j) sums.prior_sum[n] += vexp2(load(panels.gate + j * L + n * N) - safe);
+    }
+    if (want.drop)
+      for (int64_t j = 0; j < keys; ++j) {
+        R *at = x + j * L + n * N;
+        store(at, load(at) * rows.dropout_factor(p, first + j, n));
+      }
+  }
+  if (p.out)
+    for_each_live_run(gate == PARTLY ? panels.live : nullptr, keys, [&](int64_t from, int64_t to) {
+      if constexpr (NV == 1)
+        decode_gather(x + from * L, L, some, v + from * v_stride, v_stride, to - from, p.Dv, ot,
+                      k + (keys + from) * k_stride, k_stride, p.D);
+      else
+        gather<R, NV>(x + from * L, v + from * v_stride, v_stride, to - from, p.Dv, ot);
+    });
+}
+
+// How the forward pass is partitioned: by the shape alone.
+template <class R, int NV> struct ForwardPartition : WorkPartition<R, NV> {
+  using Base = WorkPartition<R, NV>;
+  using Base::blocks, Base::L, Base::units;
+  int64_t task_blocks, tasks;  // blocks of rows that one task has; tasks of a unit
+  int64_t splits, keys;        // parts of the keys, and keys of each
+
+  explicit ForwardPartition(const Problem &p) : Base(p) {
+    // Few rows: all of them in one task, so that the keys are read once.
+    task_blocks = min_of(ROW_BLOCKS, p.Tq < 16 ? blocks : max_of((int64_t)1, units * blocks / 32));
+    tasks = (blocks + task_blocks - 1) / task_blocks;
+    splits = min_of((64 + units * tasks - 1) / (units * tasks), max_of((int64_t)1, p.Tk / 512));
+    if (units * tasks >= 32) splits = 1;
+    keys = (p.Tk + splits - 1) / splits;
+    keys = (keys + KEY_BLOCK<NV> - 1) / KEY_BLOCK<NV> * KEY_BLOCK<NV>;
+  }
+  // A block of rows: transposed queries, transposed output, sums.
+  int64_t block_bytes(const Problem &p) const {
+    return L * (p.D + p.Dv) * sizeof(R) + sizeof(Rows<R, NV>) + sizeof(RunningSums<R, NV>) + 512;
+  }
+  int64_t thread_bytes(const Problem &p) const {
+    return task_blocks * block_bytes(p) + (5 * Panels<R, NV>::SIZE + KEY_BLOCK<NV> * (p.D + p.Dv)) * sizeof(R) +
+           KEY_BLOCK<NV> + 1024;
+  }
+  int64_t part_bytes(const Problem &p) const {
+    return splits > 1 ? (L * p.Dv * (int64_t)sizeof(R) + (int64_t)sizeof(RunningSums<R, NV>) + 63) / 64 * 64 : 0;
+  }
+  int64_t parts() const { return units * tasks * task_blocks * splits; }
+  int64_t bytes(const Problem &p) const { return p.threads * thread_bytes(p) + parts() * part_bytes(p) + 128; }
+};
+
+template <class R, int NV, class T> void run_forward_kl(const Problem &p) {
+  using RowsOf = Rows<R, NV>;
+  using SumsOf = RunningSums<R, NV>;
+  const Terms terms(p);
+  const RequestedStatistics want(p, terms);
+  const ForwardPartition<R, NV> cut(p);
+  constexpr int L = RowsOf::L;
+  char *scratch = scratch_of(p);
+  char *parts = scratch + p.threads * cut.thread_bytes(p) / 64 * 64 + 64;
+  const int64_t part_bytes = cut.part_bytes(p), jobs = cut.units * cut.tasks * cut.splits;
+  const int64_t all_blocks = cut.blocks;
+
+  parallel(p.threads, jobs, [&](int64_t job, int64_t thread) {
+    const int64_t split = job % cut.splits, task = cut.tasks - 1 - job / cut.splits % cut.tasks;  // longest rows first
+    const int64_t unit = job / cut.splits / cut.tasks;
+    Arena arena{scratch + thread * (cut.thread_bytes(p) / 64 * 64)};
+    Panels<R, NV> panels(arena);
+    if (NV == 1) memset(panels.x, 0, Panels<R, NV>::SIZE * sizeof(R));  // lanes without a row are not written
+    R *k_spare = arena.take<R>(KEY_BLOCK<NV> * p.D), *v_spare = arena.take<R>(KEY_BLOCK<NV> * p.Dv);
+    RowsOf *rows[ROW_BLOCKS];
+    SumsOf *sums[ROW_BLOCKS];
+    R *qt[ROW_BLOCKS], *ot[ROW_BLOCKS];
+    int64_t lo = p.Tk, hi = 0;
+    const int64_t first_block = task * cut.task_blocks, blocks = min_of(cut.task_blocks, all_blocks - first_block);
+    for (int64_t g = 0; g < blocks; ++g) {
+      rows[g] = arena.take<RowsOf>(1), sums[g] = arena.take<SumsOf>(1);
+      qt[g] = arena.take<R>(L * p.D), ot[g] = arena.take<R>(L * p.Dv);
+      cut.place_block(p, *rows[g], unit, first_block + g);
+      sums[g]->clear();
+      memset(ot[g], 0, L * p.Dv * sizeof(R));
+      if constexpr (NV == 1) {
+        rows[g]->gather_rows(p.query, p.D, qt[g], p.D, [&](int i) { return rows[g]->factor(p, terms, i); });
+        deinterleave<R, T>(qt[g], rows[g]->n, p.D);
+      } else
+        rows[g]->transpose(p.query, p.D, qt[g], [&](int i) { return rows[g]->factor(p, terms, i); });
+      lo = min_of(lo, rows[g]->lo), hi = max_of(hi, rows[g]->hi);
+    }
+    lo = max_of(lo, split * cut.keys), hi = min_of(hi, (split + 1) * cut.keys);
+    for (int64_t from = lo; from < hi; from += KEY_STEP<NV, T>) {
+      const int64_t keys = min_of(KEY_STEP<NV, T>, hi - from);
+      int64_t k_stride, v_stride;
+      const T *k = as_rows<R, T>(p.key, rows[0]->b, rows[0]->kv, from, keys, p.D, k_spare, k_stride);
+      const T *v = as_rows<R, T>(p.value, rows[0]->b, rows[0]->kv, from, keys, p.Dv, v_spare, v_stride);
+      for (int64_t g = 0; g < blocks; ++g) {
+        const int64_t a = max_of(from, rows[g]->lo), z = min_of(from + keys, rows[g]->hi);
+        if (a < z)
+          attend(p, terms, want, *rows[g], *sums[g], qt[g], ot[g], a, z - a, k + (a - from) * k_stride, k_stride,
+                 v + (a - from) * v_stride, v_stride, panels);
+      }
+    }
+    for (int64_t g = 0; g < blocks; ++g) {
+      if (cut.splits == 1) {
+        if (NV == 1) interleave<R, T>(ot[g], rows[g]->n, p.Dv);
+        write_results(p, terms, *rows[g], *sums[g], ot[g]);
+      } else {
+        char *part = parts + ((unit * cut.tasks * cut.task_blocks + first_block + g) * cut.splits + split) * part_bytes;
+        memcpy(part, sums[g], sizeof(SumsOf));
+        memcpy(part + sizeof(SumsOf), ot[g], L * p.Dv * sizeof(R));
+      }
+    }
+  });
+  if (cut.splits == 1) return;
+  parallel(p.threads, cut.units * all_blocks, [&](int64_t job, int64_t) {
+    const int64_t unit = job / all_blocks, block = job % all_blocks;
+    RowsOf rows;
+    cut.place_block(p, rows, unit, block);
+    char *part = parts + (unit * cut.tasks * cut.task_blocks + block) * cut.splits * part_bytes;
+    SumsOf *sums = (SumsOf *)part;
+    R *ot = (R *)(part + sizeof(SumsOf));
+    for (int64_t split = 1; split < cut.splits; ++split) {
+      char *other = part + split * part_bytes;
+      sums->merge(*(SumsOf *)other, ot, (R *)(other + sizeof(SumsOf)), p.Dv);
+    }
+    if (NV == 1) interleave<R, T>(ot, rows.n, p.Dv);
+    write_results(p, terms, rows, *sums, ot);
+  });
+}
+
+}  // namespace

@@ -1,0 +1,196 @@
+// Forward, regularisers with a link (links.h): the row's price must be found before a weight is known.
+//
+//   for each block of L rows (lanes):
+//     x <- Q K^T of all keys that some row may read, as one panel [keys][L] (a thread's own: O(T) memory)
+//     h <- Newton's method on what the keys take at headroom h, all rows at once
+//     p <- weights, with all statistics, and w, the weights of the gradient's centre
+//     O <- P^T V
+// Where few keys have weight, each row has a list of its own instead. The price only rises as keys are added: solved for
+// the first keys it is a bound, and later keys below it are left out as they come; the bound is raised whenever their
+// number has doubled. Lists are lanes of a shorter panel, so that the same code serves both. Each block of rows chooses by
+// itself. Where x is the product alone, most of these products are made in 16 bits (screen.h).
+// Free marginals know their price: there the panel is one block of keys, and there is no search.
+#pragma once
+#pragma once
+#include "engine/threads.h"
+#include "links/link_results.h"
+#include "links/link_weights.h"
+#include "links/prefiltered_lists.h"
+
+namespace {
+
+// One block of rows, from queries to results. `prefilter_keys`: the head's keys in 16 bits, if they are to be screened.
+template <class R, int NV, class Link>
+void attend_link(const Problem &p, const Terms &terms, const RequestedLinkStatistics &want, const Rows<R, NV> &rows,
+                 LinkPanels<R, NV> &s, RowSums<R, NV> &sums, const PrefilterKeys *prefilter_keys) {
+  using V = Vec<R>;
+  constexpr int N = Simd<R>::N, L = N * NV;
+  const Link link(rows);
+  const bool free = p.marginal == regard::FREE;
+  memset((void *)&sums, 0, sizeof sums);
+  memset(s.ot, 0, L * p.Dv * sizeof(R)), memset(s.baseline_t, 0, L * p.Dv * sizeof(R));
+  for (int n = 0; n < NV; ++n) {
+    sums.anchor[n] = sums.single_key_price[n] = sums.price_bound[n] = sums.top[n] = sums.prior_top[n] =
+        broadcast(-INF<R>);
+    if (free)
+      for (int i = 0; i < N; ++i)
+        sums.anchor[n][i] = 0, sums.h[n][i] = rows.level[n * N + i] * rows.c[n][i] - Link::ORIGIN;
+  }
+  rows.transpose(p.query, p.D, s.qt, [&](int i) { return rows.factor(p, terms, i); });
+  s.rows = s.n_segments = 0;
+  R *const w_panel = want.baseline_value ? s.w : nullptr;
+  const auto finish_segment = [&](const typename LinkPanels<R, NV>::Segment &segment) {  // weigh, and P^T V
+    R *x = s.x + segment.at * L;
+    const R *prior = s.prior ? s.prior + segment.at * L : nullptr;
+    compute_weights(p, want, rows, link, sums, segment.first, nullptr, segment.keys, x, prior, w_panel);
+    if (!p.out) return;
+    int64_t stride;
+    const R *v = as_rows(p.value, rows.b, rows.kv, segment.first, segment.keys, p.Dv, s.v_spare, stride);
+    for_each_live_run(segment.partly ? s.live + segment.at : nullptr, segment.keys, [&](int64_t from, int64_t to) {
+      gather<R, NV>(x + from * L, v + from * stride, stride, to - from, p.Dv, s.ot);
+      if (want.baseline_value) gather<R, NV>(s.w + from * L, v + from * stride, stride, to - from, p.Dv, s.baseline_t);
+    });
+  };
+  bool listed = false, may_list = p.marginal != regard::RELAX, read = false;
+  StepCounts counts;
+  bool prefiltered = false;
+  int64_t next_stage = STAGE;
+  for (int64_t first = rows.lo; first < rows.hi && !prefiltered; first += PANEL_KEYS) {
+    const int64_t keys = min_of(PANEL_KEYS, rows.hi - first);
+    R *x = s.x + s.rows * L, *gate = s.prior ? s.prior + s.rows * L : s.gate;
+    const Gate open = fill_gate(p, terms, rows, first, keys, gate, s.bias, s.spare, s.live + s.rows);
+    if (open == CLOSED) continue;
+    read |= open == OPEN;
+    score_block(p, terms, rows, first, keys, open == PARTLY ? gate : nullptr, s, x, sums.top);
+    if constexpr (Link::PRICED)
+      if (!free) best_single_key_price(p, link, keys, x, s.prior ? gate : nullptr, sums);
+    if (want.admissible) count_admissible(sums, keys, open == PARTLY ? x : nullptr);
+    for (int n = 0; n < NV; ++n) {
+      if (want.prior_mass) {
+        V top = sums.prior_top[n];
+        for (int64_t j = 0; j < keys; ++j) top = vmax(top, load(gate + j * L + n * N));
+        const V safe = top == -INF<R> ? V{} : top;
+        sums.prior_sum[n] *= vexp2(sums.prior_top[n] - safe), sums.prior_top[n] = top;
+        for (int64_t j = 0; j < keys; ++j) sums.prior_sum[n] += vexp2(load(gate + j * L + n * N) - safe);
+      }
+    }
+    const typename LinkPanels<R, NV>::Segment segment = {first, keys, s.rows, open == PARTLY};
+    if (free) {
+      if (want.moments)
+        for (int n = 0; n < NV; ++n) {
+          const V to = sums.top[n] == -INF<R> ? V{} : sums.top[n], shift = sums.reference[n] - to;
+          sums.y2[n] += shift * ((R)2 * sums.y1[n] + shift * sums.mass[n]);
+          sums.y1[n] += shift * sums.mass[n], sums.reference[n] = to;
+        }
+      finish_segment(segment);
+    } else if constexpr (Link::PRICED) {
+      s.segments[s.n_segments++] = segment;
+      s.rows += keys;
+      if (!may_list) continue;
+      if (listed) may_list = listed = append_candidates(s, sums.price_bound, rows.n, first, segment.at, keys);
+      if (s.rows >= next_stage) {
+        const int64_t all_rows = rows.hi - rows.lo;
+        const int iterations = next_stage == STAGE ? 4 : 2;
+        next_stage = 2 * s.rows;
+        if ((listed ? 2 : 4) * s.rows >= all_rows) continue;
+        listed = search(p, rows, link, s, sums, listed, iterations, SPARSE_SHARE, counts);
+        if constexpr (sizeof(R) == 4 && NV == 3)
+          if (listed && prefilter_keys) {
+            prefiltered = list_by_prefilter(p, terms, want, rows, link, *prefilter_keys, first + keys, s, sums);
+            prefilter_keys = nullptr;  // only once
+          }
+      }
+    }
+  }
+  if constexpr (Link::PRICED)
+    if (!free) {
+      if (s.prior && p.marginal == regard::ROWS) find_prior_only_rows(p, link, s, sums);
+      if (sums.some_prior_only) listed = false;
+      if (listed && !prefiltered) {
+        const V none[NV] = {};
+        search(p, rows, link, s, sums, true, 2, 0, counts);
+        prune_lists(p, rows, s, sums, none);
+      }
+      const double share = s.rows >= STAGE && !sums.some_prior_only ? SPARSE_SHARE : 0;
+      listed = search(p, rows, link, s, sums, listed, 100, share, counts);
+      if (p.lists) save_sparse_rows<R, NV, Link>(p, rows, s, sums, listed, prefiltered);
+      if (listed)
+        compute_weights(p, want, rows, link, sums, 0, s.index, pad_lists(s), s.list, s.list_prior, w_panel);
+      else
+        for (int64_t g = 0; g < s.n_segments; ++g) finish_segment(s.segments[g]);
+    }
+  R share[L], baseline_share[L];
+  write_link_results<R, NV, Link>(p, terms, want, rows, link, sums, read, share, baseline_share);
+  if (!p.out) return;
+  R *out[L], *baseline[L];
+  for (int i = 0; i < rows.n; ++i)
+    out[i] = (R *)p.out + rows.flat(p, i) * p.Dv, baseline[i] = (R *)p.tilt + rows.flat(p, i) * p.Dv;
+  if (!listed) {
+    to_rows(s.ot, L, share, rows.n, p.Dv, out);
+    if (want.baseline_value) to_rows(s.baseline_t, L, baseline_share, rows.n, p.Dv, baseline);
+    return;
+  }
+  const Tensor &value = p.value;
+  const bool as_is = value.type == p.compute && (value.s3 == 1 || p.Dv == 1);
+  const int64_t base = value.s0 * rows.b + value.s1 * rows.kv;
+  for (int i = 0; i < rows.n; ++i) {
+    const R *weights = s.list + i, *slopes = s.w + i;
+    const int32_t *index = s.index + i;
+    const R *v = (const R *)value.data + base;
+    if (as_is && want.baseline_value) {
+      sum_listed_values<R, true>(weights, slopes, index, L, s.length[i], v, value.s2, p.Dv, out[i], baseline[i]);
+    } else if (as_is) {
+      sum_listed_values<R, false>(weights, slopes, index, L, s.length[i], v, value.s2, p.Dv, out[i], nullptr);
+    } else {
+      memset(out[i], 0, p.Dv * sizeof(R));
+      if (want.baseline_value) memset(baseline[i], 0, p.Dv * sizeof(R));
+      for (int64_t k = 0; k < s.length[i]; ++k) {
+        copy<R>(value.data, value.type, base + index[k * L] * value.s2, value.s3, p.Dv, s.v_spare, 1, (R)1);
+        for (int64_t d = 0; d < p.Dv; ++d) out[i][d] += weights[k * L] * s.v_spare[d];
+        if (want.baseline_value)
+          for (int64_t d = 0; d < p.Dv; ++d) baseline[i][d] += slopes[k * L] * s.v_spare[d];
+      }
+    }
+    for (int64_t d = 0; d < p.Dv; ++d) out[i][d] *= share[i];
+    if (want.baseline_value)
+      for (int64_t d = 0; d < p.Dv; ++d) baseline[i][d] *= baseline_share[i];
+  }
+}
+
+template <class R, int NV> void run_forward_link(const Problem &p) {
+  const Terms terms(p);
+  const RequestedLinkStatistics want(p, terms);
+  const LinkPartition<R, NV> cut(p);
+  char *scratch = scratch_of(p), *prefilters = scratch + p.threads * cut.thread_bytes(p);
+  const int64_t heads = p.B * p.Hkv, at_once = cut.prefiltered_heads(p), units = cut.units / heads;  // of one head
+  for (int64_t head = 0; head < heads; head += at_once ? at_once : heads) {
+    const int64_t some = at_once ? min_of(at_once, heads - head) : heads;
+    if constexpr (sizeof(R) == 4) {
+      // Keys that some row may read, as far as the band says.
+      const int64_t low = max_of((int64_t)0, p.offset - p.left), high = min_of(p.Tk, p.offset + p.Tq + p.right);
+      const int64_t from = low / PREFILTER_KEYS,
+                    key_blocks = max_of((int64_t)0, (high - 1) / PREFILTER_KEYS + 1 - from);
+      parallel(p.threads, at_once ? some * key_blocks : 0, [&](int64_t job, int64_t thread) {
+        Arena arena{scratch + thread * cut.thread_bytes(p)};
+        const int64_t h = head + job / key_blocks;
+        const PrefilterKeys prefilter(p, prefilters + (h - head) * PrefilterKeys::bytes(p));
+        prefilter.fill(p, h / p.Hkv, h % p.Hkv, from + job % key_blocks, arena.take<float>(PREFILTER_KEYS * p.D));
+      });
+    }
+    parallel(p.threads, some * units * cut.blocks, [&](int64_t job, int64_t thread) {
+      Arena arena{scratch + thread * cut.thread_bytes(p)};
+      Rows<R, NV> &rows = *arena.take<Rows<R, NV>>(1);
+      RowSums<R, NV> &sums = *arena.take<RowSums<R, NV>>(1);
+      LinkPanels<R, NV> panels = cut.panels(p, terms, arena);
+      const int64_t unit = job / cut.blocks;
+      cut.place_block(p, rows, head * units + unit, cut.blocks - 1 - job % cut.blocks);  // longest rows first
+      const PrefilterKeys prefilter(p, prefilters + unit / units * PrefilterKeys::bytes(p));
+      with_link<R>(p, [&](auto tag) {
+        attend_link<R, NV, typename decltype(tag)::Link>(p, terms, want, rows, panels, sums,
+                                                         at_once ? &prefilter : nullptr);
+      });
+    });
+  }
+}
+
+}  // namespace

@@ -1,0 +1,121 @@
+// LINK RESULTS
+#pragma once
+#include "links/link_workspace.h"
+#include "links/links.h"
+
+namespace {
+
+// From sums to results, one row at a time: statistics.py's definitions. `read`: each row may read some key.
+template <class R, int NV, class Link>
+void write_link_results(const Problem &p, const Terms &terms, const RequestedLinkStatistics &want,
+                        const Rows<R, NV> &rows, const Link &link, const RowSums<R, NV> &sums, bool read, R *share,
+                        R *baseline_share) {
+  constexpr int N = Simd<R>::N;
+  using V = Vec<R>;
+  for (int i = 0; i < rows.n; ++i) {
+    const int n = i / N, lane = i % N;
+    const int64_t at = rows.flat(p, i);
+    const R tau = rows.temperature[i], level = rows.level[i], c = rows.c[n][lane], alpha = rows.power[i] + 1;
+    const R anchor = sums.anchor[n][lane], h = sums.h[n][lane], mass = sums.mass[n][lane];
+    const bool free = p.marginal == regard::FREE, sink = p.marginal == regard::SINK;
+    const bool relax = p.marginal == regard::RELAX;
+    const R top = sums.top[n][lane];
+    // A NaN among the weights, or no score above -inf (which a mask may bring to the lowest number): 0/0.
+    bool invalid = mass != mass || top != top;
+    if (p.marginal == regard::ROWS && top <= LOWEST<R>)
+      invalid |= top == -INF<R> ? read : !rows.finite(p.query, p.D, i);
+    if (invalid) {
+      const int64_t results[] = {p.dual,       p.peak,       p.rest,           p.mass_sent, p.entropy,
+                                 p.tilt_log,   p.kl,         p.score_variance, p.cost,      p.free_energy,
+                                 p.max_scores, p.max_weight, p.collision,      p.support,   p.first_key_mass,
+                                 p.spread};
+      share[i] = baseline_share[i] = NOT_A_NUMBER<R>;
+      for (int64_t result : results) put(result, at, share[i]);
+      if (free) put(p.dual, at, -level);  // which is given
+      continue;
+    }
+    const bool prior_only = sums.prior_only[n][lane], keys = top > -INF<R>;
+    const bool some = free || prior_only || h > -INF<R> || h != h;
+    R null = 0, null_w = 0, null_x = 0;
+    if (sink) {
+      V p0, w0;
+      null_x = level * c - anchor;
+      link.at(n, broadcast(null_x + h), p0, w0);
+      null = p0[lane], null_w = w0[lane];
+    }
+    const R prior_offset = sums.prior_offset[n][lane],
+            y = prior_only ? exp2_of((sums.share[n][lane] - prior_offset) * rows.power[i]) : 0;
+    const R dual = !some ? -INF<R> : free ? -level : prior_only ? -y / c : (anchor - h - Link::ORIGIN) / c;
+    // What rounding of the price left over is shared in proportion.
+    const R all_mass = mass + null;
+    R scale = (free || relax || !(all_mass > 0)) ? 1 : (R)p.mass / all_mass;
+    share[i] = scale;
+    put(p.dual, at, dual);
+    put(p.peak, at,
+        prior_only ? INF<R>
+        : some     ? anchor
+                   : -INF<R>),
+        put(p.rest, at, prior_only ? (R)sums.share[n][lane] : h);
+    put(p.mass_sent, at, mass * scale);
+    R kappa = 0;
+    if (relax && some) kappa = tau * exp_of(dual / level) / level;
+    const R slope = sums.slope[n][lane] + null_w + kappa;
+    baseline_share[i] = slope > TINY<R> ? 1 / slope : 0;  // the inverse of less is no number
+    const R total = all_mass > 0 ? all_mass : 1;
+    R entropy = 0;
+    if (want.entropy && all_mass > 0) {
+      const R most_p = (R)sums.heaviest[n][lane] > TINY<R> ? (R)sums.heaviest[n][lane] : 1;
+      const R log_null = null > 0 ? log_of(null / most_p) : 0;
+      entropy = log_of(total / most_p) - (sums.plog[n][lane] + null * log_null) / total;
+      const R negative = -entropy;
+      entropy = entropy < 0 ? 0 : entropy;
+      put(p.entropy, at, entropy);
+      if (want.baseline_log) {
+        // With the mass as the backward pass knows it, not as it was summed: there the two meet.
+        const R w_sum = sums.slope[n][lane] + null_w, sent = relax ? exp_of(-dual / level) : 1 / (R)p.mass;
+        R sum = sums.wlog[n][lane] + null_w * log_null + (entropy + log_of(most_p * sent)) * w_sum;
+        if (!(sent < INF<R>)) sum = 0;
+        put(p.tilt_log, at, sum * baseline_share[i]);
+      }
+      if (p.kl) {
+        R prior_mass = sums.admissible[n][lane], log_prior_mass = log_of(prior_mass);
+        if (terms.prior)
+          log_prior_mass = (R)LN2 * (sums.prior_top[n][lane] - prior_offset + log2_of(sums.prior_sum[n][lane]));
+        if (sink) log_prior_mass = keys ? log_of(exp_of(log_prior_mass) + 1) : 0;
+        const R kl = negative - (R)LN2 * sums.log_prior[n][lane] / total + log_prior_mass;
+        put(p.kl, at, kl < 0 ? 0 : kl);
+      }
+    } else {
+      put(p.entropy, at, (R)0), put(p.tilt_log, at, (R)0), put(p.kl, at, (R)0);
+    }
+    const R y1 = sums.y1[n][lane], reference = sums.reference[n][lane];
+    if (p.score_variance) {
+      const R away = sink ? null_x - reference : 0, mean = (y1 + null * away) / total;
+      const R variance = (sums.y2[n][lane] + null * away * away) / total - mean * mean;
+      put(p.score_variance, at, all_mass > 0 && !(variance < 0) ? variance / (c * c * tau * tau) : 0);
+    }
+    put(p.cost, at, mass > 0 ? -scale * (y1 + (anchor + reference) * mass) / c : 0);
+    if (p.free_energy) {
+      R value;
+      if (p.family == regard::FERMI_DIRAC) {
+        value = tau * (R)LN2 * sums.soft[n][lane];
+      } else {
+        R energy = sums.energy[n][lane];
+        if (null > 0) energy += null * (null_x + h + Link::ORIGIN);
+        value = tau / alpha * energy;  // of the dual: there the price's own error hardly counts
+        if (relax) value += level * ((some ? exp_of(dual / level) : 0) - 1);
+        if (sink || p.marginal == regard::ROWS) value += (R)p.mass * dual;
+        if (prior_only) value = -tau * (R)p.mass * y / (alpha * (alpha - 1));
+      }
+      put(p.free_energy, at, value);
+    }
+    put(p.max_scores, at, keys ? top / c : -INF<R>);
+    put(p.max_weight, at, scale * max_of((R)sums.heaviest[n][lane], null));
+    put(p.collision, at, scale * scale * (sums.collision[n][lane] + null * null));
+    put(p.support, at, p.family == regard::FERMI_DIRAC ? sums.admissible[n][lane] : sums.support[n][lane]);
+    put(p.first_key_mass, at, scale * sums.first[n][lane]);
+    put(p.spread, at, scale * sums.spread[n][lane]);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,134 @@
+// WORKSPACE
+#pragma once
+#include "engine/arena.h"
+#include "engine/partition.h"
+#include "links/int16_prefilter.h"
+
+namespace {
+
+// A row's weights are kept in a list where at most this share of the keys has some: below it a sum over the list is
+// faster than a product with every key.
+constexpr double SPARSE_SHARE = 0.2;
+constexpr int64_t PANEL_KEYS = 96;                     // keys per block
+constexpr int64_t SAMPLE = 16;                         // one key in so many makes a first guess of the price
+constexpr int64_t STAGE = 2 * PANEL_KEYS;              // keys after which the price is solved for the first time
+constexpr int64_t PREFILTER_BYTES = (int64_t)1 << 25;  // bytes for keys in 16 bits, or one head's
+constexpr int64_t PREFILTER_BLOCKS = 4;                // blocks of rows that make it worth while to round a head's keys
+
+struct RequestedLinkStatistics {  // what a call wants besides output and price
+  bool entropy, moments, energy, collision, top, support, admissible, first, spread, drop, prior_mass, log_prior, soft;
+  bool baseline_value, baseline_log;
+  RequestedLinkStatistics(const Problem &p, const Terms &terms) {
+    const bool fermi = p.family == regard::FERMI_DIRAC;
+    baseline_value = p.tilt, baseline_log = p.tilt_log;
+    entropy = p.entropy || p.kl || baseline_log, moments = p.score_variance || p.cost, energy = p.free_energy && !fermi;
+    soft = p.free_energy && fermi, collision = p.collision, top = p.max_weight;
+    support = p.support && !fermi, admissible = (p.support && fermi) || (p.kl && !terms.prior);
+    first = p.first_key_mass, spread = p.spread, drop = (bool)p.dropout_key;
+    prior_mass = terms.prior && p.kl, log_prior = terms.prior && p.kl;
+  }
+};
+
+// Sums over a row's keys.
+template <class R, int NV> struct RowSums {
+  using V = Vec<R>;
+  V anchor[NV], single_key_price[NV];  // x of the key that would pay most alone, and what it would pay
+  V price_bound[NV];                   // a price that the row's is not below, as an x
+  V top[NV], h[NV];                    // the largest x; the headroom: price = anchor - h - ORIGIN
+  V low[NV], high[NV], width[NV];      // of the search: the bracket of h
+  V null_x[NV], level[NV];             // the null key, from the anchor; the marginal's parameter
+  Mask<R> done[NV];
+  V mass[NV], slope[NV];         // sums of p and w
+  V plog[NV], wlog[NV];          // of p log p and w log p, with logarithms from the heaviest weight's
+  V y1[NV], y2[NV], energy[NV];  // of p x, p x^2 (x from the reference), p y
+  V reference[NV];               // where x is measured from: the anchor; free rows, the largest x so far
+  V collision[NV], heaviest[NV], support[NV], admissible[NV], first[NV], spread[NV], soft[NV];
+  V prior_top[NV], prior_sum[NV], log_prior[NV];
+  Mask<R> prior_only[NV];  // see find_prior_only_rows
+  V share[NV], prior_offset[NV];
+  bool some_prior_only;
+};
+
+template <class R, int NV> struct LinkPanels {  // a thread's panels for one block of rows
+  static constexpr int L = Simd<R>::N * NV;
+  R *x, *prior, *w, *bias, *spare, *gate, *k_spare, *v_spare, *qt, *ot, *baseline_t;
+  R *list, *list_prior;  // the rows' lists: x, log-prior and key of each candidate
+  int32_t *index;
+  int32_t length[L];
+  R *q;  // the rows' queries in whole vectors, and in 16 bits: for keys that are screened (screen.h)
+  PrefilterRows<NV> coarse;
+  int16_t *coarse_spare;
+  int32_t *sums;    // of 16 bits, [keys][L]
+  int32_t *picked;  // one list's keys
+  uint8_t *live;
+  struct Segment {
+    int64_t first, keys, at;  // keys first ... first + keys - 1 are the panel's rows from `at`
+    bool partly;
+  } *segments;
+  int64_t n_segments, rows, room;  // room: of a list
+};
+
+template <class R, int NV> struct LinkPartition : WorkPartition<R, NV> {
+  using Base = WorkPartition<R, NV>;
+  using Base::blocks, Base::L, Base::packed, Base::units;
+  int64_t span;
+  explicit LinkPartition(const Problem &p) : Base(p), span(p.Tk) {
+    if (p.left + p.right < p.Tk) span = min_of(span, max_of((int64_t)1, p.left + p.right + 1 + (packed ? p.Tq : L)));
+    if (p.marginal == regard::FREE) span = min_of(span, PANEL_KEYS);
+  }
+  int64_t list_rows() const { return span / 3 + 1; }
+  int64_t segments() const { return span / PANEL_KEYS + 2; }
+  // Whether keys are screened: where rows may have lists before they have seen all keys, and x is the product alone.
+  bool uses_prefilter(const Problem &p) const {
+    const Terms terms(p);
+    const bool rows = p.marginal == regard::ROWS || p.marginal == regard::SINK, folded = terms.folded && !terms.prior;
+    const bool many = span > 4 * STAGE && units / (p.B * p.Hkv) * blocks >= PREFILTER_BLOCKS;
+    return HAS_PREFILTER && sizeof(R) == 4 && NV == 3 && rows && folded && many;
+  }
+  // Heads whose keys are in 16 bits at a time.
+  int64_t prefiltered_heads(const Problem &p) const {
+    return uses_prefilter(p) ? min_of(p.B * p.Hkv, PREFILTER_BYTES / PrefilterKeys::bytes(p) + 1) : 0;
+  }
+  int64_t thread_bytes(const Problem &p) const {
+    const int64_t copies = Terms(p).prior ? 2 : 1;  // x, and the prior beside it
+    const int64_t numbers = L * (copies * span + 4 * PANEL_KEYS + p.D + 2 * p.Dv) + PANEL_KEYS * (p.D + p.Dv);
+    const int64_t prefilter = uses_prefilter(p) ? (L + 1) * int16_pairs_of(p.D) * 4 + PANEL_KEYS * L * 4 + 256 : 0;
+    const int64_t lists = p.marginal == regard::FREE ? 0 : list_rows() * L;
+    const int64_t one_list = list_rows() * 4 + (L + 16) * padded<R>(p.D) * (int64_t)sizeof(R);
+    return (numbers * (int64_t)sizeof(R) + lists * (int64_t)(sizeof(int32_t) + (copies + 1) * sizeof(R)) + one_list +
+            span + prefilter + segments() * (int64_t)sizeof(typename LinkPanels<R, NV>::Segment) +
+            (int64_t)sizeof(Rows<R, NV>) + (int64_t)sizeof(RowSums<R, NV>) + 64 * 24) /
+               64 * 64 +
+           64;
+  }
+  int64_t bytes(const Problem &p) const {
+    const int64_t heads = prefiltered_heads(p);
+    return p.threads * thread_bytes(p) + (heads ? heads * PrefilterKeys::bytes(p) : 0) + 128;
+  }
+
+  LinkPanels<R, NV> panels(const Problem &p, const Terms &terms, Arena &arena) const {
+    LinkPanels<R, NV> s;
+    s.x = arena.take<R>(span * L);
+    s.prior = terms.prior ? arena.take<R>(span * L) : nullptr;
+    const bool lists = p.marginal != regard::FREE;
+    s.w = arena.take<R>(lists ? max_of(PANEL_KEYS, list_rows()) * L : PANEL_KEYS * L);
+    s.list = lists ? arena.take<R>(list_rows() * L) : nullptr;
+    s.list_prior = lists && terms.prior ? arena.take<R>(list_rows() * L) : nullptr;
+    s.index = lists ? arena.take<int32_t>(list_rows() * L) : nullptr;
+    s.room = lists ? list_rows() : 0;
+    R **panels[] = {&s.bias, &s.spare, &s.gate};
+    for (R **panel : panels) *panel = arena.take<R>(PANEL_KEYS * L);
+    s.k_spare = arena.take<R>(PANEL_KEYS * p.D), s.v_spare = arena.take<R>(PANEL_KEYS * p.Dv);
+    s.qt = arena.take<R>(L * p.D), s.ot = arena.take<R>(L * p.Dv), s.baseline_t = arena.take<R>(L * p.Dv);
+    s.q = arena.take<R>((L + 16) * padded<R>(p.D)), s.picked = arena.take<int32_t>(list_rows());
+    if (uses_prefilter(p)) {
+      s.coarse.pairs = arena.take<int32_t>(L * int16_pairs_of(p.D));
+      s.coarse_spare = arena.take<int16_t>(2 * int16_pairs_of(p.D)), s.sums = arena.take<int32_t>(PANEL_KEYS * L);
+    }
+    s.live = arena.take<uint8_t>(span);
+    s.segments = arena.take<typename LinkPanels<R, NV>::Segment>(segments());
+    return s;
+  }
+};
+
+}  // namespace

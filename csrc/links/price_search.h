@@ -1,0 +1,224 @@
+// SEARCH
+#pragma once
+#include "links/candidate_lists.h"
+#include "links/link_workspace.h"
+#include "links/links.h"
+
+namespace {
+
+// What a row's keys take at headroom h, over every `stride`-th of the first `rows` of a panel (and as if the others were
+// like it): sums of p and w, and how many take something.
+template <class R, int NV, class Link, bool PRIOR>
+void sum_weights(const Link &link, int64_t rows, int64_t stride, const R *x, const R *prior, const Vec<R> *anchor,
+                 const Vec<R> *h, Vec<R> *mass_at_h, Vec<R> *slope, Vec<R> *count) {
+  using V = Vec<R>;
+  constexpr int N = Simd<R>::N, L = N * NV;
+  V p_sum[NV] = {}, w_sum[NV] = {};
+  Mask<R> some[NV] = {};
+  for (int64_t from = 0; from < rows; from += 64 * stride) {  // in pieces, for shorter chains of rounding
+    const int64_t to = min_of(rows, from + 64 * stride);
+    V p_part[NV] = {}, w_part[NV] = {};
+    for (int64_t j = from; j < to; j += stride)
+#pragma GCC unroll 4
+      for (int n = 0; n < NV; ++n) {
+        const V d = load(x + j * L + n * N) - anchor[n] + h[n];
+        V p, w;
+        if (PRIOR)
+          link.times_prior(n, d, load(prior + j * L + n * N), p, w);
+        else
+          link.at(n, d, p, w);
+        p_part[n] += p, w_part[n] += w;
+        some[n] -= (Mask<R>)(p > 0);
+      }
+    for (int n = 0; n < NV; ++n) p_sum[n] += p_part[n], w_sum[n] += w_part[n];
+  }
+  const R scale = rows ? (R)rows / (R)((rows + stride - 1) / stride) : 1;
+  for (int n = 0; n < NV; ++n)
+    mass_at_h[n] = scale * p_sum[n], slope[n] = scale * w_sum[n],
+    count[n] = scale * __builtin_convertvector(some[n], V);
+}
+
+// What each of a block's keys would pay if it took the mass alone: the best of them is the row's anchor.
+template <class R, int NV, class Link>
+void best_single_key_price(const Problem &p, const Link &link, int64_t keys, const R *x, const R *prior,
+                           RowSums<R, NV> &sums) {
+  using V = Vec<R>;
+  constexpr int N = Simd<R>::N, L = N * NV;
+  const V mass = broadcast((R)p.mass), log_mass = (R)LOG2E * vlog(mass);
+  for (int n = 0; n < NV; ++n) {
+    if (!prior) {  // the largest score pays most
+      sums.anchor[n] = sums.top[n];
+      sums.price_bound[n] = vmax(sums.price_bound[n], sums.top[n] - link.headroom(n, mass) - Link::ORIGIN);
+      continue;
+    }
+    for (int64_t j = 0; j < keys; ++j) {
+      const V at = load(x + j * L + n * N),
+              room = exp2_bounded((log_mass - load(prior + j * L + n * N)) / link.beta(n));
+      const V price = at == -INF<R> ? at : vmax(broadcast(LOWEST<R>), at - room);
+      const Mask<R> better = price > sums.single_key_price[n];
+      sums.single_key_price[n] = better ? price : sums.single_key_price[n],
+      sums.anchor[n] = better ? at : sums.anchor[n];
+      sums.price_bound[n] = vmax(sums.price_bound[n], price);
+    }
+  }
+}
+
+// Begin a search: no price below the best known.
+template <class R, int NV, class Link>
+void begin_search(const Problem &p, const Rows<R, NV> &rows, const Link &link, RowSums<R, NV> &sums) {
+  using V = Vec<R>;
+  constexpr int N = Simd<R>::N;
+  for (int n = 0; n < NV; ++n) {
+    V &anchor = sums.anchor[n], &price_bound = sums.price_bound[n], top = sums.top[n];
+    for (int i = 0; i < N; ++i) sums.level[n][i] = rows.level[n * N + i];
+    if (p.marginal == regard::SINK) {  // the null key may pay most, too
+      const V null = sums.level[n] * rows.c[n], price = null - link.headroom(n, broadcast((R)p.mass)) - Link::ORIGIN;
+      const Mask<R> better = (price > price_bound) | (anchor == -INF<R>);
+      anchor = better ? null : anchor, price_bound = vmax(price_bound, price), top = vmax(top, null);
+      sums.null_x[n] = null - (anchor == -INF<R> ? V{} : anchor);
+    }
+    const Mask<R> idle = price_bound == -INF<R>;  // not by the anchor: a row may begin again
+    anchor = idle ? V{} : anchor;
+    sums.low[n] = idle ? V{} : anchor - top - Link::ORIGIN, sums.high[n] = broadcast(INF<R>);
+    V h = anchor - price_bound - Link::ORIGIN;
+    if (p.marginal == regard::RELAX) {
+      // The anchor's key alone at a price lambda: log pi + beta log y = lambda/rho, with y = anchor - c lambda. So y is no more
+      // than 1, or than c rho times the rest: where the prior is tiny, far less than what a fixed mass would take.
+      const V scale = rows.c[n] * sums.level[n], room = vmax(broadcast(TINY<R>), anchor - price_bound);
+      const V most_y = anchor + scale * (link.beta(n) * vlog(room) - vlog(broadcast((R)p.mass)));
+      h = -vmax(-h, Link::ORIGIN - vmax(broadcast((R)1), most_y));
+    }
+    sums.h[n] = idle ? broadcast(-INF<R>) : h;
+    sums.width[n] = sums.h[n] - sums.low[n] + (R)1;
+    sums.done[n] = idle;
+  }
+}
+
+struct StepCounts {  // of a step
+  double total;      // weights
+  int64_t longest;   // of a row
+  bool above;        // all h were above their solution
+};
+
+// One step of the search over a panel (or lists), or a sample of it: see `take`. Returns whether all rows are done.
+template <class R, int NV, class Link>
+bool search_step(const Problem &p, const Rows<R, NV> &rows, const Link &link, int64_t panel_rows, int64_t stride,
+                 const R *x, const R *prior, int iteration, RowSums<R, NV> &sums, StepCounts &counts) {
+  using V = Vec<R>;
+  using M = Mask<R>;
+  constexpr int N = Simd<R>::N;
+  const bool sink = p.marginal == regard::SINK, relax = p.marginal == regard::RELAX, convex = Link::CONVEX && !relax;
+  V mass_at_h[NV], slope[NV], count[NV];
+  if (prior)
+    sum_weights<R, NV, Link, true>(link, panel_rows, stride, x, prior, sums.anchor, sums.h, mass_at_h, slope, count);
+  else
+    sum_weights<R, NV, Link, false>(link, panel_rows, stride, x, prior, sums.anchor, sums.h, mass_at_h, slope, count);
+  bool settled = true;
+  counts = {0, 0, true};
+  for (int n = 0; n < NV; ++n) {
+    const V h = sums.h[n];
+    V &low = sums.low[n], &high = sums.high[n], &width = sums.width[n];
+    for (int i = 0; i < N; ++i)
+      if (n * N + i < rows.n)
+        counts.total += count[n][i], counts.longest = max_of(counts.longest, (int64_t)count[n][i]);
+    if (sink) {
+      V p0, w0;
+      link.at(n, sums.null_x[n] + h, p0, w0);
+      mass_at_h[n] += p0, slope[n] += w0;
+    }
+    V target = broadcast((R)p.mass), move;
+    if (relax) {
+      const V dual = (sums.anchor[n] - h - Link::ORIGIN) / rows.c[n], has_weight = (R)1 / (rows.c[n] * sums.level[n]);
+      target = exp2_bounded((R)LOG2E * dual / sums.level[n]);
+      move = -vlog(vmax(broadcast(TINY<R>), mass_at_h[n] / target)) /
+             (link.beta(n) * slope[n] / mass_at_h[n] + has_weight);
+    } else {
+      move = link.newton_step(n, mass_at_h[n] / target) * target / slope[n];
+    }
+    const V ratio = mass_at_h[n] / target, away = ratio - (R)1, distance = away < 0 ? -away : away;
+    counts.above &= !any((ratio < (R)1) & ~sums.done[n]);
+    low = ((ratio <= (R)1) & (h > low)) ? h : low;
+    high = ((ratio >= (R)1) & (h < high)) ? h : high;
+    V next = h + move;
+    // One more step squares a distance this small, where the equation is straight; else go on until nothing moves.
+    const V size = h < 0 ? -h : h, moved = move < 0 ? -move : move;
+    M last = distance < (convex ? (sizeof(R) == 4 ? (R)3e-5 : (R)1e-8) : (R)2 * EPS<R>);
+    last |= ((moved <= EPS<R> * size) & (distance < (R)1e-3)) | (ratio != ratio);
+    const M open = high == INF<R>, bad = ~((next > low) & (next < high)) & ~last;
+    const M shut = ~open & (high - low <= (R)2 * EPS<R> * size);
+    const V middle = low * (R)0.5 + high * (R)0.5;
+    next = bad ? (open ? h + width : middle) : next;
+    width = bad & open ? width * (R)4 : width;
+    next = ((shut & bad) | (ratio != ratio)) ? h : next;  // a relaxed row's mass may be too small for a ratio
+    if (!convex && iteration >= 30 && iteration % 2) next = (open | last) ? next : middle;
+    // From above, a convex equation's steps stay above; of others the bracket alone is sure. A little less: rounding.
+    const M sure = (ratio >= (R)1) & ~bad & (convex ? ~M{} : M{});
+    const V anchor = sums.anchor[n];
+    const V bound = (sure ? next : high) + (R)16 * EPS<R> * (size + Link::ORIGIN + (anchor < 0 ? -anchor : anchor));
+    const V price = anchor - bound - Link::ORIGIN;
+    if (stride == 1)
+      sums.price_bound[n] = (~sums.done[n] & ~open & (price > sums.price_bound[n])) ? price : sums.price_bound[n];
+    sums.h[n] = sums.done[n] ? h : next;
+    sums.done[n] |= last | shut;
+    settled &= !any(~sums.done[n]);
+  }
+  return settled;
+}
+
+// The headroom of each row, from panel or lists. Turns to lists when no more than `share` of the keys have weight (and no
+// row has many more): returns whether it did. `counts`: of the last step.
+template <class R, int NV, class Link>
+bool search(const Problem &p, const Rows<R, NV> &rows, const Link &link, LinkPanels<R, NV> &s, RowSums<R, NV> &sums,
+            bool listed, int iterations, double share, StepCounts &counts) {
+  const bool may_list = p.marginal != regard::RELAX && share > 0;
+  int64_t list_rows = listed ? pad_lists(s) : 0;
+  begin_search(p, rows, link, sums);
+  if (!listed && s.rows >= SAMPLE * 32) {  // a guess from a sample: Newton's method may begin anywhere
+    for (int iteration = 0; iteration < 8; ++iteration)
+      if (search_step<R, NV, Link>(p, rows, link, s.rows, SAMPLE, s.x, s.prior, iteration, sums, counts)) break;
+    Vec<R> guess[NV];
+    for (int n = 0; n < NV; ++n) guess[n] = sums.h[n];
+    begin_search(p, rows, link, sums);
+    for (int n = 0; n < NV; ++n) sums.h[n] = (guess[n] < sums.h[n]) & ~sums.done[n] ? guess[n] : sums.h[n];
+  }
+  for (int iteration = 0; iteration < iterations; ++iteration) {
+    const bool settled = search_step<R, NV, Link>(p, rows, link, listed ? list_rows : s.rows, 1, listed ? s.list : s.x,
+                                                  listed ? s.list_prior : s.prior, iteration, sums, counts);
+    const bool few = counts.total <= share * s.rows * rows.n && 0.8 * counts.longest <= share * s.rows;
+    if (!listed && may_list && counts.above && few) {
+      memset(s.length, 0, sizeof s.length);
+      listed = true;
+      for (int64_t g = 0; g < s.n_segments && listed; ++g)
+        listed =
+            append_candidates(s, sums.price_bound, rows.n, s.segments[g].first, s.segments[g].at, s.segments[g].keys);
+      list_rows = listed ? pad_lists(s) : 0;
+    }
+    if (settled) break;
+  }
+  return listed;
+}
+
+// Rows of a fixed mass whose priors are all so small that y would be too large for the scores to count, or for a number:
+// such a remote row is the prior's own, p = pi mass/sum(pi). It needs no search. Logarithms of its prior are measured from
+// the largest (`lift`), and log2(mass/sum(pi)) with that is its `share`.
+template <class R, int NV, class Link>
+void find_prior_only_rows(const Problem &p, const Link &link, const LinkPanels<R, NV> &s, RowSums<R, NV> &sums) {
+  using V = Vec<R>;
+  constexpr int N = Simd<R>::N, L = N * NV;
+  constexpr R FAR = sizeof(R) == 4 ? 64 : 512;  // log2 y
+  for (int n = 0; n < NV; ++n) {
+    V top = broadcast(-INF<R>), sum = {};
+    for (int64_t j = 0; j < s.rows; ++j) top = vmax(top, load(s.prior + j * L + n * N));
+    const V log_mass = (R)LOG2E * vlog(broadcast((R)p.mass)), far = FAR * link.beta(n);
+    if (!any((top > -INF<R>)&(log_mass - top > far))) continue;
+    const V safe = top == -INF<R> ? V{} : top;
+    for (int64_t j = 0; j < s.rows; ++j) sum += vexp2(load(s.prior + j * L + n * N) - safe);
+    const V share = log_mass - (R)LOG2E * vlog(vmax(broadcast(TINY<R>), sum));
+    const Mask<R> prior_only = (top > -INF<R>)&(share - top > far);
+    sums.prior_only[n] = prior_only, sums.some_prior_only |= any(prior_only);
+    sums.share[n] = share, sums.prior_offset[n] = prior_only ? top : V{};
+    sums.price_bound[n] = prior_only ? broadcast(-INF<R>) : sums.price_bound[n];
+  }
+}
+
+}  // namespace
