@@ -1,4 +1,8 @@
-// The engine
+// The engine of one instruction set. This file is compiled once for each, with ENGINE naming the result
+// (CMakeLists.txt).
+//
+// It selects the kernel for a call: the type that it computes in, the regularizer, and NV, the number of vectors in a
+// block of rows. Each kernel comes with a function that returns how many bytes of working memory it needs.
 #include "engine/backward_walk.h"
 #include "engine/problem.h"
 #include "engine/threads.h"
@@ -13,7 +17,8 @@ namespace {
 
 using regard::Problem;
 
-// Vectors of rows per block: few rows do not fill three. Rows of one vector are taken by fours, so it must hold four.
+// Vectors in a block of rows: three, or fewer where the rows do not fill them. Decoding (one vector) takes rows by
+// fours, so a vector must hold four.
 template <class R> int width(const Problem &p) {
   constexpr int64_t N = Simd<R>::N;
   const int64_t group = p.H / p.Hkv, rows = group > 1 && p.Tq < 16 ? group * p.Tq : p.Tq;
@@ -21,7 +26,7 @@ template <class R> int width(const Problem &p) {
   return rows <= 2 * N || (rows > 3 * N && rows <= 4 * N) ? 2 : 3;
 }
 
-// Links have blocks of one vector or three.
+// Links and readouts have blocks of one vector or of three.
 template <class R> bool few_rows(const Problem &p) { return p.Tq * (p.H / p.Hkv) <= Simd<R>::N; }
 
 template <class R> int64_t forward_scratch_as(const Problem &p) {
@@ -92,7 +97,7 @@ template <bool BACKWARD> bool features(const Problem &p, regard::Watch watch) {
       watch, [&] { p.compute == regard::F64 ? run_features<double>(p, BACKWARD) : run_features<float>(p, BACKWARD); });
 }
 
-// What the machine can do at most: chains of multiply-adds on registers, enough of them to hide their latency.
+// The peak rate of the machine: chains of multiply-adds on registers, enough of them to hide their latency.
 double fma_rate(int64_t threads, double seconds) {
   constexpr int CHAINS = 10, N = Simd<float>::N;
   constexpr int64_t STEPS = 1 << 20;
@@ -102,15 +107,15 @@ double fma_rate(int64_t threads, double seconds) {
       const double began = now();
       parallel(threads, threads, [&](int64_t job, int64_t) {
         Vec<float> sum[CHAINS], a = broadcast(1.0f - 1e-7f), b = broadcast((float)job);
-        asm volatile("" : "+m"(a), "+m"(b));  // not known to the compiler
+        asm volatile("" : "+m"(a), "+m"(b));  // the compiler must not know their values
         for (auto &s : sum) {
           s = b;
-          asm volatile("" : "+m"(s));  // each chain its own: of equal ones the compiler makes one
+          asm volatile("" : "+m"(s));  // the compiler must not merge equal chains
         }
         for (int64_t step = 0; step < STEPS; ++step)
 #pragma GCC unroll 16
           for (int c = 0; c < CHAINS; ++c) sum[c] = sum[c] * a + b;
-        for (auto &s : sum) asm volatile("" : : "m"(s));  // the result is used
+        for (auto &s : sum) asm volatile("" : : "m"(s));  // the result must be computed
       });
       const double rate = 2.0 * threads * STEPS * CHAINS * N / (now() - began);
       if (rate > best) best = rate;

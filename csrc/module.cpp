@@ -1,4 +1,5 @@
-// The binding: records in, addresses only; no copies, the GIL released while a kernel runs.
+// The Python binding. It takes records that hold addresses: nothing is copied, and the GIL is released while a kernel
+// runs.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -27,7 +28,7 @@ extern const Engine x86_64_v3, x86_64_v4;
 #endif
 }  // namespace regard
 
-static std::vector<const Engine *> found() {  // best first
+static std::vector<const Engine *> found() {  // the engines that this machine can run, best first
   std::vector<const Engine *> engines;
 #ifdef REGARD_X86
   __builtin_cpu_init();
@@ -53,7 +54,7 @@ static const Engine *choose() {
 }
 
 static const Engine *engine = nullptr;
-// An OpenMP runtime does not survive a fork: its threads are gone, and waiting for them would never end.
+// An OpenMP runtime does not survive a fork: its threads are gone, and a call would wait for them forever.
 static std::atomic<bool> forked{false};
 
 static Problem read(nb::bytearray record) {
@@ -64,16 +65,16 @@ static Problem read(nb::bytearray record) {
   return p;
 }
 
-// Ctrl-C: Python notes the signal at once and acts on it when asked on the main thread. Here that raises.
+// Ctrl-C: Python records the signal and raises KeyboardInterrupt when the main thread checks for it, as here.
 static bool interrupted() {
   nb::gil_scoped_acquire acquire;
   return PyErr_CheckSignals() != 0;
 }
 static unsigned long main_thread = 0;
 
-static bool poisoned = false;  // working memory is filled with NaN first
+static bool poisoned = false;  // fill working memory with NaN before each call
 
-// A kernel with the working memory that it asks for: the kernels themselves allocate nothing.
+// Run a kernel with the working memory that it needs. Kernels themselves allocate nothing.
 static void run(int64_t (*room)(const Problem &), bool (*kernel)(const Problem &, regard::Watch),
                 nb::bytearray record) {
   Problem p = read(record);

@@ -1,9 +1,11 @@
-// Windows on the plan: nothing of it was kept; the weights are made again from each row's price (kept in two parts).
+// Parts of the plan, read out after the forward pass: the largest weights of each row, the weights of chosen keys, or
+// the sums over blocks of queries and keys.
 //
+// No weight was saved: weights are computed again from the price of each row, which was saved in two parts.
 //   for each block of L rows (lanes), for each block of keys that some row may read:
 //     x <- exponents, as in the forward pass;  p <- weights     [keys][L]
-//     and p goes to who reads it: the largest of each row, sums over blocks, or chosen keys
-// A task owns its rows and goes through their keys in order, so threads never change a result.
+//     p is passed to the readout that was requested
+// A task owns its rows and visits their keys in order, so threads never change a result.
 #pragma once
 #include "engine/arena.h"
 #include "engine/gate.h"
@@ -15,7 +17,7 @@
 namespace {
 
 constexpr int64_t READOUT_KEYS = 96;  // keys per block
-constexpr int64_t READOUT_ROWS = 96;  // rows per task, at least, where blocks of the plan are summed
+constexpr int64_t READOUT_ROWS = 96;  // at least so many rows per task, where blocks are summed
 
 // KL as a link: the prior is a part of x.
 template <class R> struct Exponential {
@@ -25,8 +27,8 @@ template <class R> struct Exponential {
   INLINE void times_prior(int n, V d, V, V &p, V &w) const { at(n, d, p, w); }
 };
 
-// A weight and its key as one number, larger for what goes first: no weight is negative, so that its bits are in order
-// (NaN above all, as in torch.topk), and of equal weights the smaller key is first.
+// A weight and its key as one integer. Larger codes come first: weights are not negative, so their bits are in order
+// (NaN above all, as in torch.topk), and of equal weights the smaller key comes first.
 template <class R> struct CodeOf;
 template <> struct CodeOf<float> {
   using type = uint64_t;
@@ -35,9 +37,9 @@ template <> struct CodeOf<double> {
   using type = unsigned __int128;
 };
 
-// The n largest weights of one row. What may be among them is only noted; when the notes are full, the n best are kept
-// and the least of those is the bar for what follows. No std::sort: its instances would be shared between instruction
-// sets.
+// The n largest weights of one row. Candidates are only noted. When the notes are full, the n largest are kept, and the
+// smallest of them is the bound that later candidates must exceed. (std::sort is not used, because its instances would
+// be shared between instruction sets, see engine/vector.h.)
 template <class R> struct Largest {
   using Code = typename CodeOf<R>::type;
   using Bits = typename IntegerOf<R>::type;
@@ -60,7 +62,7 @@ template <class R> struct Largest {
   }
   static int64_t key_of(Code code) { return (uint32_t)~(uint32_t)code; }
 
-  // Parts low ... high: larger ones first; returns the last of the first part.
+  // Partition notes[low ... high], larger ones first. Returns the last index of the first part.
   int64_t split(int64_t low, int64_t high) {
     const Code pivot = notes[low + (high - low) / 2];
     for (int64_t i = low - 1, j = high + 1;;) {
@@ -80,7 +82,7 @@ template <class R> struct Largest {
         high = middle;
       else
         low = middle + 1;
-      if (low == n) break;  // the first n are the best
+      if (low == n) break;  // the first n are the largest
     }
     count = n;
   }
@@ -100,7 +102,7 @@ template <class R> struct Largest {
     }
   }
 
-  // Keys come in order. True: there is a new bar.
+  // Keys come in increasing order. Returns whether the notes are full, so that the bound can be raised.
   INLINE bool offer(R weight, int64_t key) {
     notes[count++] = code(weight, key);
     return count == room && room > n;
@@ -113,7 +115,7 @@ template <class R> struct Largest {
   }
   void finish(R *weights, int64_t *keys) {
     if (count > n) keep_best();
-    int64_t at = count;  // the notes are still in order if they are few: other keys fill the rest
+    int64_t at = count;  // few notes are still in order of their keys; keys without weight fill up the rest
     for (int64_t key = 0, next = 0; at < n; ++key) {
       if (next < count && key_of(notes[next]) == key)
         ++next;
@@ -128,12 +130,12 @@ template <class R> struct Largest {
 template <class R, int NV> struct ReadoutPanels {
   static constexpr int64_t L = Simd<R>::N * NV, SIZE = READOUT_KEYS * L;
   R *x, *gate, *bias, *spare, *k_spare, *qt;
-  R *whole;                          // the weights of all keys that the rows may read, where keys are chosen
-  typename Largest<R>::Code *notes;  // of the rows' largest weights
+  R *whole;                          // the weights of all keys that the rows may read, for chosen keys
+  typename Largest<R>::Code *notes;  // of the largest weights of each row
   uint8_t *live;
-  // Keys that a block of rows may read.
+  // The number of keys that a block of rows may read.
   static int64_t span(const Problem &p) {
-    const int64_t band = p.left + p.right;  // packed rows (see ReadoutPartition) are fewer than 16 places apart
+    const int64_t band = p.left + p.right;  // packed rows (engine/partition.h) are fewer than 16 places apart
     return band < p.Tk ? min_of(p.Tk, max_of((int64_t)0, band + 1 + max_of((int64_t)16, L))) : p.Tk;
   }
   ReadoutPanels(Arena &arena, const Problem &p) {
@@ -151,7 +153,7 @@ template <class R, int NV> struct ReadoutPanels {
   }
 };
 
-// x -> p in place; prior: where it is apart from x.
+// x -> p in place; prior: null where it is a part of x.
 template <class R, int NV, class Link>
 void read_weights(const Problem &p, const Rows<R, NV> &rows, int64_t keys, R *x, const R *prior, const Vec<R> *peak,
                   const Vec<R> *rest, const Vec<R> *prior_offset) {
@@ -167,15 +169,16 @@ void read_weights(const Problem &p, const Rows<R, NV> &rows, int64_t keys, R *x,
         link.times_prior(n, d, load(prior + at), weight, w);
       else
         link.at(n, d, weight, w);
-      if (prior && p.family == regard::TSALLIS) {  // a remote row (panel.h)
+      if (prior && p.family == regard::TSALLIS) {  // a row that has its prior's weights (links/price_search.h)
         const V own = e == e ? exp2_bounded(load(prior + at) - prior_offset[n] + rest[n]) : e;
         weight = peak[n] == INF<R> ? own : weight;
       }
-      store(x + at, e == -INF<R> ? V{} : weight);  // whatever the row's price is
+      store(x + at, e == -INF<R> ? V{} : weight);  // masked, whatever the price of the row is
     }
 }
 
-// take(first, keys, p) for each block of keys that a block of rows may read. Lanes without a row may hold anything.
+// Call take(first, keys, p) for each block of keys that a block of rows may read. Lanes without a row may hold
+// anything.
 template <class R, int NV, class Take>
 void read_rows(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, ReadoutPanels<R, NV> &s, Take take) {
   constexpr int N = Simd<R>::N;
@@ -218,12 +221,13 @@ void read_largest(const Problem &p, const Terms &terms, const Rows<R, NV> &rows,
   const int64_t room = Largest<R>::room_for(p);
   Largest<R> lists[L];
   for (int i = 0; i < rows.n; ++i) lists[i] = {s.notes + i * room, p.picks, room, 0};
-  Vec<R> bound[NV] = {};                               // weights above it are offered
-  const uint64_t exist = ((uint64_t)1 << rows.n) - 1;  // lanes are 48 at most
+  Vec<R> bound[NV] = {};                               // weights above it are candidates
+  const uint64_t exist = ((uint64_t)1 << rows.n) - 1;  // there are at most 48 lanes
   read_rows<R, NV>(p, terms, rows, s, [&](int64_t first, int64_t keys, const R *panel) {
     for (int64_t j = 0; j < keys; ++j) {
       Mask<R> over[NV], some = {};
-      for (int n = 0; n < NV; ++n) some |= over[n] = ~(load(panel + j * L + n * N) <= bound[n]);  // NaN, too
+      for (int n = 0; n < NV; ++n)
+        some |= over[n] = ~(load(panel + j * L + n * N) <= bound[n]);  // NaN is a candidate, too
       if (!any(some)) continue;
       uint64_t bits = 0;
       for (int n = 0; n < NV; ++n) bits |= (uint64_t)lanes_of(over[n]) << (n * N);
@@ -243,7 +247,7 @@ template <class R, int NV>
 void read_sums(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, ReadoutPanels<R, NV> &s) {
   constexpr int N = Simd<R>::N, L = N * NV;
   const int64_t down = (p.Tq + p.block - 1) / p.block, across = (p.Tk + p.block - 1) / p.block;
-  int64_t owner[L];  // the block of queries that a row belongs to
+  int64_t owner[L];  // the block of queries that each row belongs to
   for (int i = 0; i < rows.n; ++i) owner[i] = (rows.b * p.H + rows.head[i]) * down + rows.query[i] / p.block;
   read_rows<R, NV>(p, terms, rows, s, [&](int64_t first, int64_t keys, const R *panel) {
     for (int64_t j = 0; j < keys;) {
@@ -278,8 +282,7 @@ void read_chosen(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, 
   }
 }
 
-// How the work is cut: by the shape alone. Few queries: those of all heads that read one key head are rows of one
-// block. Where blocks are summed, a task has whole blocks of queries.
+// Where blocks are summed, a task has whole blocks of queries.
 template <class R, int NV> struct ReadoutPartition : WorkPartition<R, NV> {
   using Base = WorkPartition<R, NV>;
   using Base::L, Base::packed, Base::rows;
@@ -296,16 +299,17 @@ template <class R, int NV> struct ReadoutPartition : WorkPartition<R, NV> {
 
 template <class R, int NV> void run_readout(const Problem &p) {
   const Terms terms(p);
-  const ReadoutPartition<R, NV> cut(p);
+  const ReadoutPartition<R, NV> partition(p);
   char *scratch = scratch_of(p);
-  parallel(p.threads, cut.units * cut.tasks, [&](int64_t job, int64_t thread) {
-    const int64_t unit = job / cut.tasks, task = cut.tasks - 1 - job % cut.tasks;  // longest rows first
-    Arena arena{scratch + thread * cut.thread_bytes(p)};
+  parallel(p.threads, partition.units * partition.tasks, [&](int64_t job, int64_t thread) {
+    const int64_t unit = job / partition.tasks,
+                  task = partition.tasks - 1 - job % partition.tasks;  // longest rows first
+    Arena arena{scratch + thread * partition.thread_bytes(p)};
     Rows<R, NV> &rows = *arena.take<Rows<R, NV>>(1);
     ReadoutPanels<R, NV> panels(arena, p);
-    const int64_t end = min_of(cut.rows, (task + 1) * cut.task_rows);
-    for (int64_t first = task * cut.task_rows; first < end; first += cut.L) {
-      cut.place(p, rows, unit, first, min_of(cut.L, end - first));
+    const int64_t end = min_of(partition.rows, (task + 1) * partition.task_rows);
+    for (int64_t first = task * partition.task_rows; first < end; first += partition.L) {
+      partition.place(p, rows, unit, first, min_of(partition.L, end - first));
       if (p.picked_keys)
         read_largest(p, terms, rows, panels);
       else if (p.index)

@@ -1,4 +1,4 @@
-// ARENA
+// Working memory. Python's binding allocates it once per call (module.cpp); kernels allocate nothing.
 #pragma once
 #include <cstdint>
 
@@ -6,7 +6,7 @@
 
 namespace {
 
-// One thread's working memory, handed out in pieces that are a multiple of 64 bytes.
+// The memory of one thread, handed out in pieces whose size is rounded up to 64 bytes.
 struct Arena {
   char *next;
   template <class T> T *take(int64_t count) {
@@ -16,7 +16,7 @@ struct Arena {
   }
 };
 
-// The call's working memory, from the first multiple of 64 bytes on.
+// The working memory of a call, aligned to 64 bytes.
 inline char *scratch_of(const regard::Problem &p) { return (char *)((p.scratch + 63) / 64 * 64); }
 
 }  // namespace

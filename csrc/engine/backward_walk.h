@@ -1,4 +1,15 @@
-// WALK
+// The walk of the backward pass over keys and rows, shared by all regularizers.
+//
+// No weight of the forward pass was saved: weights are computed again from the dual of each row, which was saved in two
+// parts.
+//   A task has one key/value head and one chunk of its keys. For each query head that reads it, for each batch of rows:
+//     prepare Q^T and dO^T (lanes = rows), Q and dO as rows, and what each row adds to its gradient (`prepare`)
+//     for each block of keys in the chunk, for each block of rows that may read it (`block`):
+//       p, then dV += P^T dO, dK += G^T Q, dQ += G K, where G = tau dL/ds
+// A chunk owns its keys, so dK and dV are summed in one fixed order. Rows get one part of dQ per chunk; Python adds the
+// parts in order. The number of chunks depends on the shape alone, so threads never change a result. The factors scale
+// and 1/tau are multiplied into the rows of Q, and into dQ at the end. kl/backward.h and links/backward.h implement
+// `prepare` and `block`.
 #pragma once
 #include "engine/arena.h"
 #include "engine/gate.h"
@@ -10,35 +21,36 @@
 namespace {
 
 constexpr int64_t BACKWARD_KEYS = 96;  // keys per block
-constexpr int64_t WINDOW_KEYS = 256;   // keys at least that a row's list is read for at a time
-constexpr int64_t BATCH_ROWS = 960;    // rows per batch: their transposes stay in the second-level cache
+constexpr int64_t WINDOW_KEYS = 256;   // at least so many keys at a time, where rows have saved lists
+constexpr int64_t BATCH_ROWS = 960;    // rows per batch: their transposes fit the second-level cache
 
 // A block of rows in the backward pass.
 template <class R> struct BackwardRows {
   static constexpr int NV = 3, L = Simd<R>::N * NV;
   using V = Vec<R>;
   Rows<R, NV> rows;
-  V peak[NV], rest[NV];  // the dual in base 2, in two parts; rest is +inf in a row without keys: p = 0
-  V a[NV], b[NV], edge[NV], per_mass[NV];
-  V inverse_tau[NV], lambda[NV];  // lambda: the dual as it is, not in base 2
+  V peak[NV], rest[NV];      // the dual in base 2, in two parts. Rows without keys have rest = +inf (KL) or -inf: p = 0
+  V a[NV], b[NV];            // see kl/backward.h and links/backward.h
+  V edge[NV], per_mass[NV];  // not KL: pairs with x at or below `edge` have no weight; 1/mass
+  V inverse_tau[NV], lambda[NV];  // lambda: the dual itself, not in base 2
   V sum_g[NV], sum_gs[NV], sum_gd[NV], sum_ps[NV], sum_pd[NV], sum_gp[NV], sum_ga[NV];
   R dot[L];
-  Mask<R> prior_only[NV];  // rows that rest on their prior alone (panel.h)
+  Mask<R> prior_only[NV];  // rows that have the weights of their prior (links/price_search.h)
   V prior_offset[NV];
   bool some_prior_only, has_prior_offset;
-  bool idle;        // some row has no key
-  SparseKeys keys;  // the rows' lists, if they were kept (lists.h)
+  bool idle;        // whether some row has no key
+  SparseKeys keys;  // the saved lists of the rows, if any (sparse_rows.h)
   const R *x;
-  int64_t next[L], end[L];          // in them: the first key not yet visited, and where the list ends
-  R *qt, *dot_t, *q, *d_out, *dqt;  // Q^T (rows with lists: Q), dO^T, scale/tau Q, dO, dQ^T
-  R *dq;                            // not KL: what single pairs give to dQ
+  int64_t next[L], end[L];            // the first key not yet visited, and the end of the list
+  R *qt, *d_out_t, *q, *d_out, *dqt;  // Q^T (rows with lists: Q), dO^T, scale/tau Q, dO, dQ^T
+  R *dq;                              // not KL: what single pairs add to dQ
 };
 
 template <class R> struct BackwardPanels {
   static constexpr int64_t SIZE = BACKWARD_KEYS * BackwardRows<R>::L;
   R *x, *u, *gate, *bias, *score, *slope, *spare, *kept, *dk, *dv, *k_spare, *v_spare, *k_padded, *v_padded;
   uint8_t *live;
-  uint64_t *bits;  // lanes that give some weight to each key
+  uint64_t *bits;  // the lanes that give weight to each key
   BackwardPanels(Arena &arena, const Problem &p) {
     R **panels[] = {&x, &u, &gate, &bias, &score, &slope, &spare, &kept};
     for (R **panel : panels) *panel = arena.take<R>(SIZE);
@@ -53,15 +65,15 @@ template <class R> struct BackwardPanels {
   }
 };
 
-// What differs between the families. `prepare`: what a row adds to its advantage. `block`: what one block of keys and one
-// block of rows give to each other; k and v point at key `first`, dk and dv at its sums.
+// What differs between the regularizers. `prepare` fills in a, b and the dual of each row. `block` adds what one block
+// of keys and one block of rows contribute to the gradients: k and v point at key `first`, dk and dv at its sums.
 template <class R> struct BackwardKernels {
   void (*prepare)(const Problem &p, BackwardRows<R> &r);
   void (*block)(const Problem &p, const Terms &terms, BackwardRows<R> &r, int64_t first, int64_t keys, const R *k,
                 int64_t k_stride, const R *v, int64_t v_stride, R *dk, R *dv, BackwardPanels<R> &s);
 };
 
-// The same with a row of a tensor.
+// The dot product of a and a row of a tensor that begins at element `at`.
 template <class R> R dot(const R *a, const Tensor &t, int64_t at, int64_t n) {
   if (t.s3 == 1 && t.type == (sizeof(R) == 4 ? regard::F32 : regard::F64)) return dot(a, (const R *)t.data + at, n);
   R total = 0;
@@ -69,7 +81,7 @@ template <class R> R dot(const R *a, const Tensor &t, int64_t at, int64_t n) {
   return total;
 }
 
-// The rows' lists, from key `lo` on.
+// Point r at the saved lists of its rows, from key `lo` on.
 template <class R> void open_sparse_rows(const Problem &p, BackwardRows<R> &r, int64_t lo) {
   constexpr int L = BackwardRows<R>::L;
   const SparseRows<R, L> lists(p, p.saved_lists, r.rows);
@@ -89,7 +101,7 @@ template <class R> void open_sparse_rows(const Problem &p, BackwardRows<R> &r, i
   }
 }
 
-// Transposes, the baseline, what the row adds to its advantage.
+// Transposes and copies of Q and dO, then `prepare`.
 template <class R>
 void prepare_rows(const Problem &p, const Terms &terms, const BackwardKernels<R> &kernels, BackwardRows<R> &r) {
   constexpr int L = BackwardRows<R>::L;
@@ -107,7 +119,7 @@ void prepare_rows(const Problem &p, const Terms &terms, const BackwardKernels<R>
     copy<R>(p.query.data, p.query.type, rows.at(p.query, i), p.query.s3, p.D, r.q + i * Dp, 1,
             (R)p.scale / rows.temperature[i]);
   if (p.grad_out) {
-    if (!r.keys) rows.transpose(p.grad_out, p.Dv, r.dot_t, [](int) { return (R)1; });
+    if (!r.keys) rows.transpose(p.grad_out, p.Dv, r.d_out_t, [](int) { return (R)1; });
     for (int i = 0; i < rows.n; ++i)
       copy<R>(p.grad_out.data, p.grad_out.type, rows.at(p.grad_out, i), p.grad_out.s3, p.Dv, r.d_out + i * Dvp, 1,
               (R)1);
@@ -136,15 +148,16 @@ template <class R> struct BackwardPartition {
   int64_t bytes(const Problem &p) const { return p.threads * thread_bytes(p) + 128; }
 };
 
-// Everything that chunk `chunk` of the keys gets from and gives to the query heads h ... h + heads - 1 of one batch entry.
+// The gradients from one chunk of keys of one key/value head.
+// entry.
 template <class R>
 void backward_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv, int64_t chunk, Arena arena,
                     const BackwardKernels<R> &kernels) {
   constexpr int L = BackwardRows<R>::L, N = Simd<R>::N;
   const bool linked = p.family != regard::KL;
-  const BackwardPartition<R> cut(p);
+  const BackwardPartition<R> partition(p);
   const int64_t group = p.H / p.Hkv, Dp = padded<R>(p.D), Dvp = padded<R>(p.Dv);
-  const int64_t lo = chunk * cut.keys, hi = min_of(p.Tk, lo + cut.keys);
+  const int64_t lo = chunk * partition.keys, hi = min_of(p.Tk, lo + partition.keys);
   const int64_t first_row = (b * p.Hkv + kv) * p.Tk + lo, own = max_of((int64_t)0, hi - lo);
   if (p.dk) memset((R *)p.dk + first_row * p.D, 0, own * p.D * sizeof(R));
   if (p.dv) memset((R *)p.dv + first_row * p.Dv, 0, own * p.Dv * sizeof(R));
@@ -154,13 +167,13 @@ void backward_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv,
       readable_in_place<R>(p.key, p.D) && readable_in_place<R>(p.value, p.Dv) && p.D == Dp && p.Dv == Dvp;
   BackwardRows<R> *blocks[BATCH_ROWS / L];
   for (int64_t h = kv * group; h < (kv + 1) * group; ++h)
-    for (int64_t batch = 0; batch < p.Tq && !stopped_early(); batch += cut.batch * L) {
-      const int64_t n_blocks = min_of(cut.batch, (p.Tq - batch + L - 1) / L);
+    for (int64_t batch = 0; batch < p.Tq && !stopped_early(); batch += partition.batch * L) {
+      const int64_t n_blocks = min_of(partition.batch, (p.Tq - batch + L - 1) / L);
       arena = rest;
       int64_t from = hi, to = lo, pairs = 0;
       for (int64_t g = 0; g < n_blocks; ++g) {
         BackwardRows<R> &r = *(blocks[g] = arena.take<BackwardRows<R>>(1));
-        r.qt = arena.take<R>(L * Dp), r.dot_t = arena.take<R>(L * p.Dv), r.dqt = arena.take<R>(L * p.D);
+        r.qt = arena.take<R>(L * Dp), r.d_out_t = arena.take<R>(L * p.Dv), r.dqt = arena.take<R>(L * p.D);
         r.q = arena.take<R>(L * Dp), r.d_out = arena.take<R>(L * Dvp);
         r.dq = linked ? arena.take<R>(L * Dp) : nullptr;
         const int64_t first = batch + g * L;
@@ -174,8 +187,10 @@ void backward_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv,
         }
         from = min_of(from, max_of(lo, r.rows.lo)), to = max_of(to, min_of(hi, r.rows.hi));
       }
+      // In windows of keys, which stay in the cache from row to row, wide enough for some pairs of each row.
       if (as_they_lie && pairs) {
-        // In windows of keys, so that they stay in the cache from row to row; wide enough to have some pairs of each row.
+        // In windows of keys, so that they stay in the cache from row to row; wide enough to have some pairs of each
+        // row.
         const int64_t window = max_of(WINDOW_KEYS, (p.Tk - lo) * 8 * n_blocks * L / pairs);
         for (int64_t j = lo; j < hi; j += window)
           for (int64_t g = 0; g < n_blocks; ++g) {
@@ -215,6 +230,7 @@ void backward_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv,
         for (int i = 0; i < r.rows.n; ++i) {
           const int64_t at = chunk * p.B * p.H * p.Tq + r.rows.flat(p, i);
           const bool prior_only = linked && r.prior_only[i / N][i % N];
+          // an invalid row, even if all of its weights are 0
           dq[i] = (R *)p.dq + at * p.D, factor[i] = prior_only ? 0 : (R)p.scale / r.rows.temperature[i];
           const R peak = r.peak[i / N][i % N];
           if (peak != peak) factor[i] = peak;  // an invalid row, even if all of its weights are 0
@@ -237,7 +253,8 @@ void backward_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv,
 
 template <class R> void run_backward(const Problem &p, const BackwardKernels<R> &kernels) {
   const Terms terms(p);
-  const BackwardPartition<R> cut(p);
+  // Where batch entries or heads add to the same dense gradient, one task does them one after the other.
+  const BackwardPartition<R> partition(p);
   char *scratch = scratch_of(p);
   // Where batch entries or heads add up in one dense gradient, they take turns within a task.
   const bool shared =
@@ -246,7 +263,7 @@ template <class R> void run_backward(const Problem &p, const BackwardKernels<R> 
   parallel(p.threads, units * p.chunks / turns, [&](int64_t job, int64_t thread) {
     for (int64_t turn = 0; turn < turns; ++turn) {
       const int64_t unit = shared ? turn : job / p.chunks, chunk = shared ? job : job % p.chunks;
-      const Arena arena{scratch + thread * cut.thread_bytes(p)};
+      const Arena arena{scratch + thread * partition.thread_bytes(p)};
       backward_chunk<R>(p, terms, unit / p.Hkv, unit % p.Hkv, chunk, arena, kernels);
     }
   });

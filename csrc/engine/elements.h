@@ -1,4 +1,8 @@
-// ELEMENTS
+// Elements of tensors, whatever type they are stored in: one at a time, as vectors, as copied rows.
+//
+// A kernel computes in R (float or double). Tensors may hold float32, float64, bfloat16, float16 or bool. `element`
+// reads one number, `copy` converts a row and multiplies it by a factor, `load_wide` loads a vector. `as_rows` gives
+// the rows of a block of keys: a pointer into the tensor where its type and strides allow, else into a copy.
 #pragma once
 #include "engine/problem.h"
 #include "engine/vector.h"
@@ -8,7 +12,7 @@ namespace {
 using regard::Problem;
 using regard::Tensor;
 
-// Reading any element type.
+// Numbers of 16 bits as float.
 INLINE float widen_bf16(uint16_t x) {
   const uint32_t bits = (uint32_t)x << 16;
   float y;
@@ -27,10 +31,10 @@ INLINE float widen_f16(uint16_t x) {
   float y;
   uint32_t bits;
   if (rest >= 0x7c00) {
-    bits = sign | 0x7f800000 | ((rest & 0x3ff) << 13);  // infinity, NaN
+    bits = sign | 0x7f800000 | ((rest & 0x3ff) << 13);  // infinity or NaN
     memcpy(&y, &bits, 4);
   } else {
-    bits = rest << 13;  // the exponent's bias is mended by a multiplication, which mends subnormals too
+    bits = rest << 13;  // a multiplication corrects the bias of the exponent, which also normalizes subnormal numbers
     memcpy(&y, &bits, 4);
     y *= 0x1p112f;
     memcpy(&bits, &y, 4);
@@ -41,7 +45,7 @@ INLINE float widen_f16(uint16_t x) {
 #endif
 }
 
-// Eight or so elements in a register, whatever they are stored as.
+// Tags for elements of 16 bits, and vectors of them as float.
 struct Bf16 {
   uint16_t bits;
 };
@@ -80,7 +84,7 @@ template <class R> INLINE R element(int64_t data, int64_t type, int64_t at) {
   }
 }
 
-// n elements, `step` apart, to every `stride`-th place of `to`, times `factor`.
+// Copy n elements that are `step` apart to every `stride`-th place of `to`, times `factor`.
 template <class R, class T, class F>
 INLINE void copy_as(const T *from, int64_t step, int64_t n, R *to, int64_t stride, R factor, F widen) {
   if (step == 1 && stride == 1)
@@ -128,7 +132,7 @@ void copy(int64_t data, int64_t type, int64_t at, int64_t step, int64_t n, R *to
   }
 }
 
-// Whether a tensor's rows can be read where they lie, as elements of R.
+// Whether the rows of a tensor can be read in place as elements of R.
 template <class R> INLINE bool readable_in_place(const Tensor &t, int64_t D) {
   return t.type == (sizeof(R) == 4 ? regard::F32 : regard::F64) && (t.s3 == 1 || D == 1);
 }
@@ -139,7 +143,7 @@ template <> INLINE bool readable_in_place<F16>(const Tensor &t, int64_t D) {
   return t.type == regard::F16 && (t.s3 == 1 || D == 1);
 }
 
-// Keys (or values) of a block as rows of T: where they lie if that is what they are, else a copy (T = R).
+// Rows first ... first + keys - 1 of keys (or values) as T: in place where possible, else copied to `spare` (T = R).
 template <class R, class T = R>
 const T *as_rows(const Tensor &t, int64_t b, int64_t kv, int64_t first, int64_t keys, int64_t D, R *spare,
                  int64_t &stride) {

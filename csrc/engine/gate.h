@@ -1,4 +1,11 @@
-// GATE
+// From raw products to exponents: priors, masks, documents, biases, softcap.
+//
+// For a block of keys and a block of rows, `fill_gate` computes the gate: the log-prior in base 2 of each pair, or -inf
+// where the row may not read the key. It reports CLOSED where no row may read any of the keys, so that the block is
+// skipped, and OPEN where the gate is 0 everywhere, so that it need not be added. `apply_bias_and_mask` then turns the
+// panel of raw products into exponents x (rows.h). Keys that no row reads may hold anything, NaN included. `live` marks
+// the keys that some row reads, and products with values go over runs of these only (`for_each_live_run`), because 0 *
+// NaN is NaN.
 #pragma once
 #include "engine/rows.h"
 
@@ -6,9 +13,9 @@ namespace {
 
 enum Gate { CLOSED, OPEN, PARTLY };
 
-// The prior of a block of keys, in base 2: gate[j][lane], -inf where not admissible. CLOSED: no row may read any key;
-// OPEN: gate is 0 everywhere and was not written. live[j] says whether some row reads key j: a key that none reads may
-// hold NaN, and 0 * NaN must not be formed. The band alone leaves no key of [lo, hi) unread.
+// Fill gate[j][lane] for keys first ... first + keys - 1. `bias` receives the additive float mask, if there is one, and
+// `spare` is overwritten. CLOSED, OPEN: see above; the gate was not written. PARTLY: it was, and live[j] is set where
+// some row reads key j. (Where only the band is given, every key of [lo, hi) is read by some row.)
 template <class R, int NV>
 Gate fill_gate(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, int64_t first, int64_t keys, R *gate,
                R *bias, R *spare, uint8_t *live) {
@@ -75,13 +82,13 @@ Gate fill_gate(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, in
   bool open = false;
   for (int64_t j = 0; j < keys; ++j) {
     M some = {};
-    for (int n = 0; n < NV; ++n) some |= load(gate + j * L + n * N) != -INF<R>;  // a NaN is read, too
+    for (int n = 0; n < NV; ++n) some |= load(gate + j * L + n * N) != -INF<R>;  // a NaN prior counts as read
     open |= live[j] = any(some);
   }
   return open ? PARTLY : CLOSED;
 }
 
-// The largest log-prior of each row, over all of its keys; the buffers have room for `keys` of them.
+// The largest log-prior of each row over all of its keys. The buffers have room for `keys` keys.
 template <class R, int NV>
 void largest_priors(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, int64_t keys, R *gate, R *bias,
                     R *spare, uint8_t *live, Vec<R> *top) {
@@ -95,7 +102,8 @@ void largest_priors(const Problem &p, const Terms &terms, const Rows<R, NV> &row
   }
 }
 
-// From raw products to x (in place); `score` receives s if it is wanted apart, `slope` the derivative of the softcap.
+// From raw products to x, in place. If given, `score` receives the scores s and `slope` the derivative of the softcap.
+// gate: null where it is open.
 template <class R, int NV>
 void apply_bias_and_mask(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, int64_t keys, R *x,
                          const R *gate, const R *bias, R *score, R *slope) {
@@ -119,14 +127,14 @@ void apply_bias_and_mask(const Problem &p, const Terms &terms, const Rows<R, NV>
       }
       if (gate) {
         const V g = load(gate + at);
-        if (apart) s = g == g ? s : g;  // a prior that is NaN stays visible
+        if (apart) s = g == g ? s : g;  // a prior that is NaN makes x NaN
         s = g == -INF<R> ? g : vmax(broadcast(LOWEST<R>), apart ? s : s + g);
       }
       store(x + at, s);
     }
 }
 
-// f(from, to) for each run of keys that some row reads.
+// Call f(from, to) for each run of keys that some row reads; one run if `live` is null.
 template <class F> INLINE void for_each_live_run(const uint8_t *live, int64_t keys, F f) {
   if (!live) return f((int64_t)0, keys);
   for (int64_t j = 0; j < keys;) {

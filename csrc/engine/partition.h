@@ -1,4 +1,9 @@
-// PARTITION
+// How the rows of a call are partitioned into units and blocks. This depends on the shape alone, never on the number of
+// threads, so that every number of threads gives the same bits.
+//
+// A unit is one head of one batch entry. Where few queries share a key head (grouped queries while decoding), the unit
+// is the key head instead, and its block has the rows of all query heads that read it: keys and values are read once
+// for all.
 #pragma once
 #include "engine/rows.h"
 
@@ -6,9 +11,9 @@ namespace {
 
 template <class R, int NV> struct WorkPartition {
   static constexpr int64_t L = Simd<R>::N * NV;
-  bool packed;          // rows of a block belong to all query heads that read one key head
-  int64_t units, rows;  // units: heads of all batch entries that are computed apart; rows: of each
-  int64_t blocks;       // of L rows, in each unit
+  bool packed;          // whether a unit has the rows of all query heads that read one key head
+  int64_t units, rows;  // units of the call; rows of each unit
+  int64_t blocks;       // blocks of L rows in each unit
 
   explicit WorkPartition(const Problem &p) {
     const int64_t group = p.H / p.Hkv;
@@ -16,7 +21,7 @@ template <class R, int NV> struct WorkPartition {
     units = p.B * (packed ? p.Hkv : p.H), rows = packed ? p.Tq * group : p.Tq;
     blocks = (rows + L - 1) / L;
   }
-  // Rows first ... first + count - 1 of a unit.
+  // Fill in rows first ... first + count - 1 of a unit.
   void place(const Problem &p, Rows<R, NV> &r, int64_t unit, int64_t first, int64_t count) const {
     const int64_t group = p.H / p.Hkv, heads = packed ? p.Hkv : p.H;
     const int64_t b = unit / heads, h = packed ? unit % heads * group : unit % heads;

@@ -1,5 +1,9 @@
-// What a call describes: one flat record that Python fills (it reads the list of fields from the module, so the two
-// cannot drift apart). Tensors are an address, an element type and four strides in elements; stride 0 broadcasts.
+// What a call describes: one flat record, which Python fills in and kernels read.
+//
+// Python reads the names and kinds of the fields from the module (`fields` in module.cpp), so that the two cannot
+// disagree. A tensor is an address, an element type and four strides in elements; a stride of 0 broadcasts. Results are
+// addresses of contiguous tensors in the compute type, and 0 where they are not requested.
+// Symbols: s scores, tau temperature, pi prior, p weights (the plan), w = dp/dt (links.h), G = tau dL/ds.
 #pragma once
 #include <cstdint>
 
@@ -18,43 +22,49 @@ constexpr int PRIORS = 4;  // log-priors that one problem may multiply
 
 // clang-format off
 #define REGARD_FIELDS(INT, REAL, TENSOR)                                                                               \
-  INT(threads) INT(compute)                     /* compute: F32 or F64 */                                              \
+  /* In every call. compute: F32 or F64; row i reads keys i + offset - left ... i + offset + right */                  \
+  INT(threads) INT(compute)                                                                                            \
   INT(B) INT(H) INT(Hkv) INT(Tq) INT(Tk) INT(D) INT(Dv)                                                                \
-  INT(left) INT(right) INT(offset)              /* row i reads keys i + offset - left ... i + offset + right */        \
-  INT(family) INT(marginal) INT(threshold)      /* a weight is kept where its hash is >= threshold */                  \
-  REAL(scale) REAL(softcap)                     /* softcap 0: none */                                                  \
+  INT(left) INT(right) INT(offset)                                                                                     \
+  INT(family) INT(marginal) INT(threshold)      /* dropout keeps a weight where its hash is >= threshold, */           \
+  REAL(scale) REAL(softcap)                     /* times kept_scale; softcap 0: none */                                \
   REAL(mass) REAL(kept_scale)                                                                                          \
-  REAL(level_value) REAL(temperature_value) REAL(alpha_value) INT(centred) INT(scratch) /* centred: see links.h */       \
-  TENSOR(query) TENSOR(key) TENSOR(value)       /* every call has the fields so far */                                 \
+  REAL(level_value) REAL(temperature_value) REAL(alpha_value)  /* where they are not tensors */                        \
+  INT(centred) INT(scratch)                     /* centred: ORIGIN of links/links.h is 1; scratch: working memory */   \
+  TENSOR(query) TENSOR(key) TENSOR(value)                                                                              \
+  /* Optional terms. level: the parameter of the marginal (sink, rho or offset) */                                     \
   TENSOR(score_bias) TENSOR(mask)                                                                                      \
   TENSOR(prior0) TENSOR(prior1) TENSOR(prior2) TENSOR(prior3)                                                          \
   TENSOR(slopes) TENSOR(query_ids) TENSOR(key_ids) TENSOR(level) TENSOR(temperature) TENSOR(alpha) TENSOR(dropout_key) \
   TENSOR(squares)                               /* [B, Hkv, 1, Tk]: |v - centre|^2, for the spread */                  \
-  /* forward: results, contiguous in the compute type, 0 if not asked for */                                           \
+  /* Forward: results */                                                                                               \
   INT(out) INT(lse) INT(dual) INT(free_energy) INT(entropy) INT(kl) INT(max_scores) INT(max_weight)                    \
   INT(score_variance) INT(collision) INT(support) INT(first_key_mass) INT(mass_sent) INT(cost) INT(spread)             \
-  INT(peak) INT(rest)                           /* the dual as a sum: the row's anchor, and what is left (see finish) */ \
-  INT(tilt) INT(tilt_log)                       /* sums of w v and of w (log p + H) by that of w: the gradient's centre */ \
-  TENSOR(lists)                                 /* [B, H, Tq, some]: where few keys have weight, which (see lists.h) */ \
-  /* backward: saved outputs and incoming gradients, then results */                                                   \
+  INT(peak) INT(rest)                           /* the dual in two parts: the anchor of the row, and the rest */       \
+  INT(tilt) INT(tilt_log)                       /* the gradient's baseline values: the means of v and of */            \
+                                                /* log p + H with weights w */                                         \
+  TENSOR(lists)                                 /* [B, H, Tq, some]: the keys with weight (engine/sparse_rows.h) */    \
+  /* Backward: saved results and incoming gradients */                                                                 \
   TENSOR(saved_out) TENSOR(saved_dual) TENSOR(saved_lse) TENSOR(saved_entropy) TENSOR(saved_peak) TENSOR(saved_rest)   \
   TENSOR(saved_tilt) TENSOR(saved_tilt_log) TENSOR(saved_mass) TENSOR(saved_lists)                                     \
   TENSOR(grad_out) TENSOR(grad_lse) TENSOR(grad_entropy)                                                               \
-  INT(chunks)                                   /* of keys; each has its own part of what rows accumulate */           \
+  /* Backward: results */                                                                                              \
+  INT(chunks)                                   /* of keys; each has its own part of the sums over keys */             \
   INT(dq)                                       /* [chunks, B, H, Tq, D] */                                            \
   INT(dk) INT(dv)                               /* [B, Hkv, Tk, D|Dv] */                                               \
   INT(row_dot)                                  /* [chunks, B, H, Tq]: <grad_out, out>; not KL: the baseline */        \
-  INT(row_g) INT(row_gs) INT(row_gd)            /* the same: sums over keys of G, G (s - dual), G |distance| and, */     \
-  INT(row_ps) INT(row_pd)                       /* for centring, p (s - dual) and p |distance|; G = tau dL/ds */       \
-  INT(row_gp) INT(row_ga)                       /* the same: of dL/dlog(pi), which KL does not tell from G; of dL/dalpha */ \
+  INT(row_g) INT(row_gs) INT(row_gd)            /* the same shape: sums over keys of G, G (s - dual), G |distance| */  \
+  INT(row_ps) INT(row_pd)                       /* and, for centring, of p (s - dual) and p |distance|; */             \
+  INT(row_gp) INT(row_ga)                       /* of dL/dlog(pi), which is G for KL; of dL/dalpha */                  \
   INT(key_g) INT(key_ds)                        /* [B, H, Tk]: sums over queries of dL/dlog(pi) and dL/ds, zeroed */   \
-  TENSOR(dense_g) TENSOR(dense_ds)              /* the user's [B|1, H|1, Tq, Tk], zeroed; broadcast dims add up */      \
+  TENSOR(dense_g) TENSOR(dense_ds)              /* the same per pair, in the shape of the user's [B|1, H|1, Tq, Tk], */\
+                                                /* zeroed; broadcast dimensions are summed */                          \
   INT(key_mass)                                 /* [B, H, Tk]: sums over queries of p */                               \
-  /* reading: windows on the plan, from saved_peak and saved_rest; one of the three */                                 \
-  INT(picks) INT(picked_weights) INT(picked_keys) /* [B, H, Tq, picks]: each row's largest weights and their keys; or */ \
-  TENSOR(index)                                 /* [B, H, Tq, picks]: the weights of these keys; or */                 \
-  INT(block) INT(block_sums)                    /* [B, H, ceil(Tq/block), ceil(Tk/block)], zeroed: sums over blocks */  \
-  /* attention by features (linear.h): the map, how many; rows [1, 1, M, D] of random directions, if any */          \
+  /* Readout of the plan, from saved_peak and saved_rest; one of three: */                                             \
+  INT(picks) INT(picked_weights) INT(picked_keys)  /* [B, H, Tq, picks]: the largest weights of a row, their keys */   \
+  TENSOR(index)                                 /* [B, H, Tq, picks]: picked_weights of these keys */                  \
+  INT(block) INT(block_sums)                    /* [B, H, ceil(Tq/block), ceil(Tk/block)], zeroed: sums of blocks */   \
+  /* Attention by features (features/call.h): which map, how many features, random directions [1, 1, M, D] if any */   \
   INT(map) INT(features) TENSOR(projection)
 // clang-format on
 
@@ -68,18 +78,18 @@ struct Problem {
 #undef TENSOR
 };
 
-// How a long call is told to stop: `poll` is asked now and then on the thread that made the call, and true ends the call
-// early, its results unfinished.
+// How a long call is interrupted: `poll` is called now and then on the thread that made the call. If it returns true,
+// the call ends early and its results are incomplete.
 struct Watch {
   bool (*poll)();
 };
 
-// One engine per instruction set: the same source, compiled more than once.
+// One engine per instruction set: the same source, compiled once for each.
 struct Engine {
   const char *name;
-  double (*fma_rate)(int64_t threads, double seconds);  // multiply-adds, counted as two operations, per second
-  int64_t (*forward_scratch)(const Problem &);
-  bool (*forward)(const Problem &, Watch);  // false: stopped
+  double (*fma_rate)(int64_t threads, double seconds);  // floating-point operations per second; a multiply-add is two
+  int64_t (*forward_scratch)(const Problem &);          // bytes of working memory
+  bool (*forward)(const Problem &, Watch);              // false: interrupted
   int64_t (*backward_scratch)(const Problem &);
   bool (*backward)(const Problem &, Watch);
   int64_t (*readout_scratch)(const Problem &);

@@ -1,6 +1,12 @@
-// A block of rows: L rows of the plan that read one key/value head, one per lane; and what turns their raw products
-// into exponents. KL: in base 2, x = (s/tau + log pi) * log2(e). Else the prior stays apart, as its logarithm in base 2, and
-// x = c s with c = (alpha - 1)/tau (Tsallis) or log2(e)/tau. Either way -inf where a key is not admissible.
+// A block of rows: L rows of the plan that read one key/value head, one row per lane.
+//
+// `Rows` holds what depends on the row alone: which head and query it is, its temperature and other parameters, and the
+// band of keys that it may read. gate.h turns raw products <q, k> into exponents x with these:
+//   KL:     x = (s/tau + log pi) log2(e): in base 2, the prior included
+//   others: x = c s, with c = (alpha - 1)/tau (Tsallis) or log2(e)/tau (Fermi-Dirac); the prior is kept apart, as its
+//           logarithm in base 2
+// x is -inf where a key is masked. Where no bias, softcap or (KL) prior is given, scale and c are multiplied into the
+// query instead (`Terms::folded`), and the raw product is x.
 #pragma once
 #include "engine/elements.h"
 #include "engine/problem.h"
@@ -9,10 +15,10 @@
 
 namespace {
 
-// Which terms a problem has, decided once per call.
+// Which terms a problem has. This is decided once per call.
 struct Terms {
   bool bias, mask, documents, prior, capped;
-  bool folded;  // x is the raw product: scale and temperature are multiplied into the query
+  bool folded;  // x is the raw product, because scale and temperature are multiplied into the query
   const Tensor *priors[regard::PRIORS];
   int n_priors;
 
@@ -25,7 +31,7 @@ struct Terms {
   }
 };
 
-// D numbers in whole vectors.
+// D rounded up to whole vectors.
 template <class R> constexpr int64_t padded(int64_t D) { return (D + Simd<R>::N - 1) / Simd<R>::N * Simd<R>::N; }
 
 template <class R, int NV> struct Rows {
@@ -33,21 +39,22 @@ template <class R, int NV> struct Rows {
   using V = Vec<R>;
   using M = Mask<R>;
 
-  V c[NV];                               // see above
-  V slope[NV];                           // of the prior, times log2(e)
-  M position[NV];                        // where the row stands among the keys
-  M hash[NV];                            // dropout's state of (b, h, i); the low 32 bits count
-  R temperature[L], level[L], power[L];  // power: Tsallis' alpha - 1
-  int n;                                 // rows that exist; the lanes beyond repeat the last one
+  V c[NV];                               // the factor from scores to x, see above
+  V slope[NV];                           // of ALiBi, times log2(e)
+  M position[NV];                        // of the query among the keys
+  M hash[NV];                            // of (dropout key, query), for dropout; only the low 32 bits are used
+  R temperature[L], level[L], power[L];  // level: the parameter of the marginal; power: Tsallis' alpha - 1
+  int n;                                 // rows that exist; the lanes beyond repeat the last row
   int64_t b, kv, head[L], query[L], document[L], least_document, most_document;
-  int64_t lo, hi;          // keys that some row may read, as far as the band says
-  int64_t all_lo, all_hi;  // keys that every row may read
+  int64_t lo, hi;          // the range of keys that some row may read by its band
+  int64_t all_lo, all_hi;  // the range of keys that every row may read by its band
 
   int64_t at(const Tensor &t, int lane) const { return t.s0 * b + t.s1 * head[lane] + t.s2 * query[lane]; }
-  // In a contiguous [B, H, Tq].
+  // The index of a row in a contiguous [B, H, Tq].
   int64_t flat(const Problem &p, int lane) const { return (b * p.H + head[lane]) * p.Tq + query[lane]; }
 
-  // Rows first ... first + count of head h; or, packed, of all heads that read `kv`, one head after the other.
+  // Fill in rows first ... first + count - 1 of head h. Packed: rows of all heads that read `kv` are numbered one head
+  // after the other, and h is the first of these heads.
   void place(const Problem &p, int64_t b_, int64_t kv_, int64_t h, bool packed, int64_t first, int64_t count) {
     b = b_, kv = kv_, n = (int)count;
     int64_t low = INT64_MAX, high = INT64_MIN;
@@ -82,13 +89,13 @@ template <class R, int NV> struct Rows {
       }
   }
 
-  static uint32_t mix(uint32_t a) {  // MurmurHash3's finaliser
+  static uint32_t mix(uint32_t a) {  // the finalizer of MurmurHash3
     a = (a ^ (a >> 16)) * 0x85EBCA6Bu;
     a = (a ^ (a >> 13)) * 0xC2B2AE35u;
     return a ^ (a >> 16);
   }
 
-  // What dropout leaves of the weight of key j in a row: 1/(1-p) or 0 of it.
+  // The factor that dropout puts on the weight of key j in a row: 1/(1-p) or 0.
   R dropout_factor_at(const Problem &p, int64_t j, int lane) const {
     const uint32_t key = mix((uint32_t)j + 0x9E3779B9u);
     return (int64_t)mix((uint32_t)hash[lane / N][lane % N] ^ key) >= p.threshold ? (R)p.kept_scale : 0;
@@ -99,13 +106,13 @@ template <class R, int NV> struct Rows {
     return result;
   }
 
-  // What the query is multiplied by before its products.
+  // The factor on the query before its products with keys.
   R factor(const Problem &p, const Terms &terms, int lane) const {
     if (terms.folded) return (R)p.scale * c[lane / N][lane % N];
     return terms.capped ? (R)(p.scale / p.softcap) : (R)p.scale;
   }
 
-  // A tensor's rows, transposed: to[d][lane] = t[row][d] * factor; 0 in lanes without a row.
+  // The rows of a tensor, transposed: to[d][lane] = t[row][d] * factor, and 0 in lanes without a row.
   template <class F> void transpose(const Tensor &t, int64_t D, R *to, F factor) const {
     int i = 0;
     if (t.type == (sizeof(R) == 4 ? regard::F32 : regard::F64) && t.s3 == 1) {
@@ -125,11 +132,13 @@ template <class R, int NV> struct Rows {
     return sum == 0;
   }
 
-  // The rows as they are: to[lane][d] = t[row][d] * factor; 0 in lanes without a row and beyond D. `to` has rows of `stride`.
+  // The rows of a tensor: to[lane][d] = t[row][d] * factor, and 0 beyond D and in lanes without a row. The rows of `to`
+  // are `stride` apart. `stride`.
   template <class F> void gather_rows(const Tensor &t, int64_t D, R *to, int64_t stride, F factor) const {
     memset(to, 0, L * stride * sizeof(R));
     for (int i = 0; i < n; ++i) copy<R>(t.data, t.type, at(t, i), t.s3, D, to + i * stride, 1, factor(i));
   }
+  // panel[j][lane] = t[row][first + j], for a tensor that broadcasts to the plan.
 
   // panel[j][lane] = t[row][first + j], for a tensor that broadcasts to the plan.
   void fill(const Tensor &t, int64_t first, int64_t keys, R *panel) const {

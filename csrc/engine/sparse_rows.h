@@ -1,7 +1,11 @@
-// What a block of rows keeps for the backward pass where few keys have weight: which, row by row and in order. Then backward
-// needs no Q K^T of all keys. The block's rows share their room in a [B, H, Tq, some]: L and flags, where each row's list
-// begins and the last one ends (L + 1 integers), the keys, in 16 bits if that is enough, and x where there is room: else it
-// is made again (`chains`). 0 instead of L: nothing was kept, there were too many or no lists.
+// The keys that have weight, saved by a block of rows for the backward pass, row by row and in increasing order.
+//
+// Where few keys have weight, the backward pass then needs no Q K^T of all keys. The L rows of a block share their part
+// of a tensor [B, H, Tq, some] as one buffer:
+//   1 integer        L and flags; 0 if nothing was saved, because there were no lists or they did not fit
+//   L + 1 integers   where the list of each row begins, and where the last one ends
+//   keys             in 16 bits where that is enough for all keys, else in 32
+//   x                of each key, if there is room; otherwise it is computed again (`chains` in tiles.h)
 #pragma once
 #include "engine/rows.h"
 
@@ -18,23 +22,23 @@ struct SparseKeys {
 template <class R, int L> struct SparseRows {
   int32_t *const at;
   const bool wide;
-  const int64_t bytes;  // for keys and x
+  const int64_t bytes;  // room for keys and x
 
   static constexpr int64_t HEAD = L + 2;
-  static constexpr int32_t WITH_X = 256, PREFILTERED = 512;  // PREFILTERED: tests want to know
+  static constexpr int32_t WITH_X = 256, PREFILTERED = 512;  // PREFILTERED is for tests only
   template <class Rows>
   SparseRows(const Problem &p, const Tensor &t, const Rows &rows)
       : at((int32_t *)((R *)t.data + rows.at(t, 0))),
         wide(p.Tk > 65536),
         bytes(rows.n * t.s2 * (int64_t)sizeof(R) - HEAD * 4) {}
 
-  int64_t room(bool with_x) const {  // keys
+  int64_t room(bool with_x) const {  // how many keys fit
     const int64_t key = wide ? 4 : 2;
     return with_x ? (bytes - 8) / (key + (int64_t)sizeof(R)) : bytes / key;
   }
   bool some() const { return bytes > 0 && (at[0] & 255) == L; }
   bool with_x() const { return at[0] & WITH_X; }
-  int32_t *ends() const { return at + 1; }  // list i is ends()[i] ... ends()[i + 1] - 1
+  int32_t *ends() const { return at + 1; }  // the list of row i is at ends()[i] ... ends()[i + 1] - 1
   void put(int64_t i, int64_t key) const {
     if (wide)
       at[HEAD + i] = (int32_t)key;
@@ -42,7 +46,7 @@ template <class R, int L> struct SparseRows {
       ((uint16_t *)(at + HEAD))[i] = (uint16_t)key;
   }
   SparseKeys keys() const { return {at + HEAD, wide}; }
-  R *x() const {  // behind the keys, where a number may lie
+  R *x() const {  // behind the keys, aligned
     const int64_t end = HEAD * 4 + room(true) * (wide ? 4 : 2);
     return (R *)((char *)at + (end + 7) / 8 * 8);
   }

@@ -1,11 +1,15 @@
-// THREADS
+// Jobs on several threads, and the check for Ctrl-C.
+//
+// `parallel` runs jobs on the threads of OpenMP (shared with PyTorch), of libgomp called directly (clang's build), of
+// the standard library, or on one thread, as configured by CMake. Jobs are handed out in any order, so no result may
+// depend on which thread computed it. A call that was interrupted skips the jobs that have not begun.
 #pragma once
 #include <atomic>
 #include <chrono>
 #if defined(_OPENMP)
 #include <omp.h>
 #elif defined(REGARD_LIBGOMP)
-extern "C" {  // libgomp's interface to compilers: what GCC makes of `omp parallel`
+extern "C" {  // the interface of libgomp that GCC compiles `omp parallel` to
 void GOMP_parallel(void (*work)(void *), void *data, unsigned threads, unsigned flags);
 int omp_get_thread_num(void);
 }
@@ -21,7 +25,7 @@ namespace {
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
-// The call that this thread is in. Whether to stop is asked rarely: asking takes Python's lock.
+// The call that a thread works for. The poll is limited to ten per second, because it takes Python's lock.
 struct Call {
   regard::Watch watch;
   std::atomic<bool> stopped{false};
@@ -35,9 +39,9 @@ struct Call {
   }
 };
 thread_local Call *current = nullptr;
-thread_local bool is_helper = false;  // this thread is not the one that made the call
+thread_local bool is_helper = false;  // whether this thread is another than the one that made the call
 
-// Whether the call was stopped; for jobs that take long.
+// Whether the call was interrupted. Long jobs ask now and then.
 bool stopped_early() {
   if (!is_helper) current->ask();
   return current->stopped.load(std::memory_order_relaxed);
@@ -47,8 +51,7 @@ bool stopped_early() {
 template <class F> void on_team(void *work) { (*(F *)work)(omp_get_thread_num()); }
 #endif
 
-// f(job, thread) for each job, in any order on `threads` threads; no result may depend on which thread took what.
-// Thread 0 is the caller. A call that was stopped leaves out the jobs not yet begun.
+// Call f(job, thread) for each job on up to `threads` threads. Thread 0 is the one that made the call.
 template <class F> void parallel(int64_t threads, int64_t jobs, F f) {
   Call &call = *current;
   const auto run = [&](int64_t job, int64_t thread) {
@@ -74,12 +77,12 @@ template <class F> void parallel(int64_t threads, int64_t jobs, F f) {
 #if defined(REGARD_LIBGOMP)
   GOMP_parallel(on_team<decltype(work)>, &work, (unsigned)threads, 0);
 #else
-  // Threads made for this call: dearer by some 20 microseconds each than OpenMP's, which wait for the next call.
+  // New threads for each call cost some 20 microseconds each. OpenMP's threads stay and wait for the next call.
   std::vector<std::thread> others;
   others.reserve(threads - 1);
   try {
     for (int64_t thread = 1; thread < threads && thread < jobs; ++thread) others.emplace_back(work, thread);
-  } catch (const std::system_error &) {  // the system gives no more: those that there are do the work
+  } catch (const std::system_error &) {  // the system has no more threads: go on with those that there are
   }
   work(0);
   for (std::thread &other : others) other.join();

@@ -1,18 +1,19 @@
-// The three products that everything is made of. A panel is [keys][L]: one row per key, L rows of the plan as lanes.
+// Matrix products, tile by tile in registers. A panel is [keys][L]: one row per key, and L rows of the plan as lanes.
 //   scores:  panel[j][:]  = sum_d  at[d][:] * b[j][d]       Q K^T and dO V^T
 //   gather:  ct[d][:]    += sum_j  panel[j][:] * b[j][d]    P V and dS K, transposed: [d][L]
 //   scatter: c[j][d]     += sum_i  panel[j][i] * a[i][d]    P^T dO and dS^T Q, lanes along d
-// and of single pairs:
+// and for single pairs of a row and a key:
 //   dots:    to[t]        = sum_d  a[d] * b[t][d]
-//   chains:  the same, to the last bit as `scores` has it
-// Only the small left operand (a block of rows) is ever transposed; keys and values are read as they lie.
+//   chains:  the same products summed in the order of `scores`, so that both agree to the last bit
+// Only the left operand, a block of rows, is ever transposed. Keys and values are read as they are stored. A tile keeps
+// as many sums as there are registers; `#pragma GCC unroll` makes the compiler keep them there.
 #pragma once
 #include "engine/transpose.h"
 #include "engine/vector.h"
 
 namespace {
 
-// A loop of 64 steps is mispredicted at each end; one of 16 is not.
+// Four steps per iteration: the branch at the end of a loop of 64 is mispredicted, that of a loop of 16 is not.
 template <class F> INLINE void by_four(int64_t n, const F &step) {
   int64_t i = 0;
   for (; i + 4 <= n; i += 4) step(i), step(i + 1), step(i + 2), step(i + 3);
@@ -47,10 +48,10 @@ INLINE void score_tile(const R *at, const R *b, int64_t stride, int64_t D, R *pa
   }
 }
 
-// As many keys (or dimensions) as fill the registers with sums.
+// The number of keys (or dimensions) in a tile of NV vectors: as many as fill the registers with sums.
 template <int NV> constexpr int DEEP = TILE_KEYS * 3 / NV;
 
-// TOP: the largest of each lane, too.
+// TOP: `top` becomes the largest score of each lane, too.
 template <class R, int NV, bool TOP>
 void scores(const R *at, const R *b, int64_t stride, int64_t D, int64_t keys, R *panel, Vec<R> *top = nullptr) {
   constexpr int KEYS = DEEP<NV>, L = Simd<R>::N * NV;
@@ -117,7 +118,7 @@ template <class R, int L, int KEYS, int NV> INLINE void scatter_tile(const R *pa
     for (int n = 0; n < NV; ++n) store(c + k * stride + n * N, sum[k][n]);
 }
 
-// a and c have rows of `stride` elements, a multiple of the vector's.
+// The rows of a and c have `stride` elements, a multiple of the vector length.
 template <class R, int L> void scatter(const R *panel, const R *a, int64_t stride, int64_t keys, R *c) {
   constexpr int N = Simd<R>::N, NV = SCATTER_VECTORS;
   int64_t d = 0;
@@ -134,7 +135,8 @@ template <class R, int L> void scatter(const R *panel, const R *a, int64_t strid
   }
 }
 
-// to[t] = <a, row(t)> for t < n; D is a multiple of the vector's. `to` has room for a multiple of four.
+// to[t] = <a, row(t)> for t < n, where D is a multiple of the vector length. `to` has room for a multiple of four.
+// row(t, u) returns the address of row t; u is its place among those that are read together.
 template <class R, class F> INLINE void dots(const R *a, int64_t D, int64_t n, R *to, F row) {
   constexpr int N = Simd<R>::N;
   for (int64_t t = 0; t < n; t += 4) {
@@ -150,8 +152,8 @@ template <class R, class F> INLINE void dots(const R *a, int64_t D, int64_t n, R
   }
 }
 
-// The same, each sum one product after the other, as in `scores`: the two are equal to the last bit. `to` has room for a
-// multiple of 16. Lanes are pairs; two vectors of them, so that one is transposed while the other is summed.
+// The same, but each sum adds one product after the other, as in `scores`: both agree to the last bit. `to` has room
+// for a multiple of 16. Lanes are pairs. There are two vectors of them: one is transposed while the other is summed.
 template <class R, class F> INLINE void chains(const R *a, int64_t D, int64_t n, R *to, F row) {
   constexpr int PAIRS = 8;
   for (int64_t t = 0; t < n; t += 2 * PAIRS) {

@@ -1,4 +1,6 @@
-// TRANSPOSE
+// Transposes between rows in memory and lanes of a panel, each multiplied by a factor on the way.
+//
+// In float32 with AVX2 they go by blocks of 8 x 8 in registers; otherwise element by element.
 #pragma once
 #include "engine/vector.h"
 
@@ -25,7 +27,8 @@ INLINE void transpose8(__m256 (&r)[8]) {
 }
 #endif
 
-// to[d][i] = from[i][d] * factor[i] for n rows of D; `to` has rows of `stride`. Whole blocks of 8 x 8; returns the rows done.
+// to[d][i] = from[i][d] * factor[i] for n rows of D elements; the rows of `to` are `stride` apart. Only whole blocks of
+// 8 rows are done: returns how many rows that was, and the caller does the rest.
 template <class R> INLINE int64_t to_lanes(const R *const *, const R *, int64_t, int64_t, R *, int64_t) { return 0; }
 #if defined(__AVX2__)
 INLINE int64_t to_lanes(const float *const *from, const float *factor, int64_t n, int64_t D, float *to,
@@ -46,7 +49,7 @@ INLINE int64_t to_lanes(const float *const *from, const float *factor, int64_t n
 }
 #endif
 
-// The other way: to[i][d] = from[d][i] * factor[i].
+// The inverse: to[i][d] = from[d][i] * factor[i], for all n rows.
 template <class R>
 INLINE void to_rows(const R *from, int64_t stride, const R *factor, int64_t n, int64_t D, R *const *to) {
   int64_t i = 0;

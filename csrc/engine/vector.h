@@ -1,5 +1,12 @@
-// Vectors of the widest kind this translation unit is compiled for, by GCC's vector extensions (clang has them too).
-// Everything lives in an unnamed namespace: the file is compiled once per instruction set, and no symbol may be shared.
+// Vectors of the widest registers that this translation unit is compiled for.
+//
+// They are GCC's vector extensions, which clang has too: arithmetic and comparisons work lane by lane, and a comparison
+// gives a mask (all bits of a lane set, or none). Vec<R> holds Simd<R>::N numbers of type R, Mask<R> as many integers
+// of the same size. What the extensions lack is here: loads and stores without alignment, a maximum with a defined
+// result for NaN, fused multiply-adds, and questions about a mask. Everything is in an unnamed namespace, because the
+// engine is compiled once for each instruction set: a function with external linkage would be merged by the linker, and
+// the wrong instructions might be kept. For the same reason no template of the standard library is used where numbers
+// are computed (min_of instead of std::min).
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -11,7 +18,8 @@
 
 namespace {
 
-// The register tile: TILE_KEYS keys x 3 vectors of rows. SCATTER_*: see tiles.h.
+// The register tile of the products has TILE_KEYS keys x 3 vectors of rows; SCATTER_VECTORS is the width of a tile in
+// `scatter` (tiles.h).
 #if defined(__AVX512F__)
 constexpr int BYTES = 64, TILE_KEYS = 8, SCATTER_VECTORS = 4;
 #elif defined(__AVX2__)
@@ -45,16 +53,16 @@ template <class R> using Mask = typename Simd<R>::M;
 
 template <class R> INLINE Vec<R> load(const R *p) { return *(const typename Simd<R>::Loose *)p; }
 template <class R> INLINE void store(R *p, Vec<R> v) { *(typename Simd<R>::Loose *)p = v; }
-template <class R> INLINE Vec<R> broadcast(R x) { return x - Vec<R>{}; }  // x + 0 would cost an addition: -0 + 0 = 0
+template <class R> INLINE Vec<R> broadcast(R x) { return x - Vec<R>{}; }  // x + 0 would need an addition: -0 + 0 is 0
 
-template <int C> struct Constant {  // a number as a type
+template <int C> struct Constant {  // an integer as a type, to pass to a generic lambda
   static constexpr int value = C;
 };
 
 template <class T> INLINE T min_of(T a, T b) { return a < b ? a : b; }
 template <class T> INLINE T max_of(T a, T b) { return a > b ? a : b; }
 
-// The larger of each pair; b where one is NaN, so a limit goes first to let NaN through.
+// The larger of each pair. The result is b where one of them is NaN, so vmax(limit, x) keeps the NaN of x.
 #if defined(__AVX512F__)
 INLINE Vec<float> vmax(Vec<float> a, Vec<float> b) { return (Vec<float>)_mm512_max_ps((__m512)a, (__m512)b); }
 INLINE Vec<double> vmax(Vec<double> a, Vec<double> b) { return (Vec<double>)_mm512_max_pd((__m512d)a, (__m512d)b); }
@@ -65,8 +73,8 @@ INLINE Vec<double> vmax(Vec<double> a, Vec<double> b) { return (Vec<double>)_mm2
 template <class V> INLINE V vmax(V a, V b) { return a > b ? a : b; }
 #endif
 
-// a b + c, rounded once where the machine can. For sums that must be equal to the last bit wherever they are made: which
-// products a compiler fuses by itself depends on what surrounds them (clang fuses none that is used twice).
+// a b + c, rounded once where the processor can. Sums that must agree to the last bit between two kernels use it: which
+// other products are fused is the compiler's choice and depends on the code around them.
 #if defined(__AVX512F__)
 INLINE Vec<float> multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
   return (Vec<float>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -108,7 +116,7 @@ template <class M> INLINE bool any(M mask) {
 #endif
 }
 
-// Bit i: whether lane i of a mask is set.
+// Bit i of the result is set where lane i of the mask is.
 template <class M> INLINE unsigned lanes_of(M mask) {
   constexpr unsigned N = sizeof(M) / sizeof(mask[0]);
 #if defined(__AVX512F__)
@@ -124,7 +132,7 @@ template <class M> INLINE unsigned lanes_of(M mask) {
 #endif
 }
 
-// The sums over the lanes of four vectors.
+// to[i] = the sum over the lanes of x[i].
 template <class R> INLINE void add_lanes(const Vec<R> (&x)[4], R *to) {
 #if defined(__AVX2__)
   if constexpr (sizeof(R) == 4) {

@@ -1,4 +1,8 @@
-// MATH
+// Exponentials, logarithms and tanh of vectors, and the constants they need.
+//
+// In float32 these are polynomials with an error of a few units in the last place at most; each function states its
+// domain. In float64 they call the C library lane by lane. NaN gives NaN unless stated otherwise. The functions that
+// end in `_of` take one number and always call the C library: they serve what is computed once per row.
 #pragma once
 #include <math.h>
 
@@ -11,14 +15,15 @@ template <class R> constexpr R NOT_A_NUMBER = (R)__builtin_nan("");
 template <class R> constexpr R LOWEST = sizeof(R) == 4 ? (R)-3.402823466e38 : (R)-1.7976931348623157e308;
 constexpr double LOG2E = 1.4426950408889634074, LN2 = 0.69314718055994530942;
 
-// 2^t for t <= 0 or so: degree 5 (relative error 1.7e-7), NaN stays NaN. U vectors at once, step by step. ZERO: exactly 0
-// below 2^-126, for any t; else t must be at least -126.
+// 2^t for t <= 0 (t may be as large as 127), by a polynomial of degree 5 with a relative error of 1.7e-7. NaN gives
+// NaN. U vectors are computed at once, step by step, so that their latencies overlap. ZERO: the result is exactly 0
+// where t < -126, for any t. Without ZERO, t must be at least -126.
 template <bool ZERO, int U> INLINE void vexp2(const Vec<float> (&t)[U], Vec<float> (&p)[U]) {
   using M = Mask<float>;
-  using Bits = uint32_t __attribute__((vector_size(sizeof(M))));  // unsigned: what is shifted may wrap around
+  using Bits = uint32_t __attribute__((vector_size(sizeof(M))));  // unsigned, because the shift may overflow
   Vec<float> shifted[U], f[U];
 #define EACH _Pragma("GCC unroll 8") for (int u = 0; u < U; ++u)
-  // 1.5 * 2^23 + 127: the sum's low bits are t rounded to an integer, as a float's exponent has it.
+  // 1.5 * 2^23 + 127: the low bits of the sum are t rounded to an integer, biased as in the exponent of a float.
   EACH shifted[u] = t[u] + 12583039.0f;
   EACH f[u] = t[u] - (shifted[u] - 12583039.0f);
   EACH p[u] = f[u] * 0.001326471498823669f + 0.009671513510714606f;
@@ -26,7 +31,7 @@ template <bool ZERO, int U> INLINE void vexp2(const Vec<float> (&t)[U], Vec<floa
   EACH p[u] = p[u] * f[u] + 0.24022242066381747f;
   EACH p[u] = p[u] * f[u] + 0.6931469775710566f;
   EACH p[u] = p[u] * f[u] + 1.0f;
-  EACH p[u] *= (Vec<float>)((Bits)shifted[u] << 23);  // a product: adding to the bits would make a number of a NaN
+  EACH p[u] *= (Vec<float>)((Bits)shifted[u] << 23);  // a product: an addition to the bits would turn NaN into a number
   if (ZERO) EACH p[u] = (Vec<float>)((M)p[u] & ~(t[u] < -126.0f));
 #undef EACH
 }
@@ -51,7 +56,7 @@ INLINE double log_of(double t) { return ::log(t); }
 INLINE float log2_of(float t) { return ::log2f(t); }
 INLINE double log2_of(double t) { return ::log2(t); }
 
-// The rational function that Eigen uses: a few units in the last place.
+// A rational function, clamped at +-7.9, where tanh rounds to 1: a few units in the last place.
 INLINE Vec<float> vtanh(Vec<float> x) {
   using V = Vec<float>;
   x = vmax(broadcast(-7.90531110763549805f), -vmax(broadcast(-7.90531110763549805f), -x));
@@ -72,15 +77,15 @@ INLINE Vec<double> vtanh(Vec<double> x) {
   return x;
 }
 
-// How far an exponent may lie below the largest: where some key is not admissible (x = -inf) a bound that keeps p t finite
-// and p = 0; else the bound at which the exponential needs no care (p = 2^-126 instead of 0).
+// The lower bound of exponents before they are exponentiated. With ZERO (some key is masked, x = -inf) p becomes 0 and
+// p t stays finite. Without, the bound is the smallest t that vexp2 accepts, and p is 2^-126 instead of 0.
 template <class R, bool ZERO> constexpr R FLOOR = sizeof(R) == 4 ? (ZERO ? -200 : -126) : (ZERO ? -2000 : -1000);
 
-// The natural logarithm of y > 0 (normal numbers): the polynomial of Cephes, one or two units in the last place.
+// The natural logarithm of a normal number y > 0, by the polynomial of Cephes: one or two units in the last place.
 INLINE Vec<float> vlog(Vec<float> y) {
   using V = Vec<float>;
   using M = Mask<float>;
-  const M bits = (M)y - 0x3f3504f3;  // from sqrt(1/2)
+  const M bits = (M)y - 0x3f3504f3;  // the mantissa is taken from sqrt(1/2) to sqrt(2)
   const M exponent = bits >> 23;
   const V f = (V)((bits & 0x7fffff) + 0x3f3504f3) - 1.0f, e = __builtin_convertvector(exponent, V), z = f * f;
   V q = f * 7.0376836292e-2f - 1.1514610310e-1f;
@@ -97,7 +102,7 @@ INLINE Vec<double> vlog(Vec<double> y) {
   for (int n = 0; n < Simd<double>::N; ++n) y[n] = ::log(y[n]);
   return y;
 }
-// log(1 + d) for d > -1, exact for small d.
+// log(1 + d) for d > -1, accurate also where d is small.
 INLINE Vec<float> vlog1p(Vec<float> d) {
   const Vec<float> u = d + 1.0f;
   return vlog(u) + (d - (u - 1.0f)) / u;
@@ -116,19 +121,19 @@ INLINE Vec<double> vsqrt(Vec<double> x) {
 }
 template <class R> constexpr R TINY = sizeof(R) == 4 ? (R)1.1754943508e-38 : (R)2.2250738585072014e-308;
 template <class R> constexpr R EPS = sizeof(R) == 4 ? (R)1.1920929e-7 : (R)2.220446049250313e-16;
-// 2^t for any t: a bound above keeps the exponent's bits in place.
+// 2^t for any t. Above, t is clamped to the largest exponent: a larger one would overflow into the sign bit.
 template <class V> INLINE V exp2_bounded(V t) {
   constexpr double most = sizeof(t[0]) == 4 ? 127 : 1023;
   return vexp2((V)(-vmax(V{} - (decltype(t[0] + 0))most, -t)));
 }
 
-// The root of a prior, which comes as its logarithm; its square is finite.
+// The square root of a prior that is given as its logarithm in base 2. It is clamped so that its square is finite.
 template <class V> INLINE V root_of(V log_prior) {
   using R = decltype(log_prior[0] + 0);
   return exp2_bounded((V)(-vmax(V{} - (R)(sizeof(R) == 4 ? 63.5 : 511.5), (R)-0.5 * log_prior)));
 }
 
-// f of each lane: the C library's functions, which are exact enough and know every special case.
+// f of each lane. With functions of the C library this is exact enough for results and covers every special case.
 template <class V, class F> INLINE V map_lanes(V x, F f) {
   for (unsigned i = 0; i < sizeof(V) / sizeof(x[0]); ++i) x[i] = f(x[i]);
   return x;

@@ -1,11 +1,15 @@
-// FEATURE BACKWARD
+// Backward pass of attention by features (call.h has the formulas).
+//
+// Two sweeps (sweep.h). From the first block to the last, a running sum of phi(k_j) u_j^T gives dphi(q) and so dQ. From
+// the last block to the first, a running sum of phi(q_i) g_i^T gives dphi(k) and dV. Both states are stored transposed:
+// [Dv + 1][Ms].
 #pragma once
 #include "features/workspace.h"
 
 namespace {
 
-// g: [dout, -<dout, out>] / mass, rows of a head.
-template <class R> void FeatureWorkspace<R>::take_gradients(int64_t b, int64_t h, Span s) {
+// g = [dout, -<dout, out>] / mass, for the rows of a chunk.
+template <class R> inline void FeatureWorkspace<R>::take_gradients(int64_t b, int64_t h, Span s) {
   const Tensor &t = p.grad_out;
   const int64_t at = (b * p.H + h) * p.Tq + s.q;
   for (int64_t i = 0; i < s.nq; ++i) {
@@ -29,9 +33,9 @@ template <class R> void FeatureWorkspace<R>::take_gradients(int64_t b, int64_t h
   }
 }
 
-// Into transposed states [Dv + 1][Ms]: sum over n rows of at[:][i] weight_i phi_i.
+// Add the sum over n rows of at[:][i] weight_i phi_i to one or two transposed states.
 template <class R>
-void FeatureWorkspace<R>::absorb_turned(const R *at, const R *phi, int64_t n, R shift, R *one, R *two) {
+inline void FeatureWorkspace<R>::absorb_turned(const R *at, const R *phi, int64_t n, R shift, R *one, R *two) {
   const int64_t Cs = call.Cs;
   if (shift == -INF<R>) return;
   if (call.levels) {
@@ -42,14 +46,15 @@ void FeatureWorkspace<R>::absorb_turned(const R *at, const R *phi, int64_t n, R 
   product<R>(p.Dv + 1, call.M, n, at, Cs, phi, call.Ms, JoinBoth<R>{{one, call.Ms, shift}, {two, call.Ms, shift}});
 }
 
-template <class R> void FeatureWorkspace<R>::absorb_keys(Span s, R *one, R *two) {
+template <class R> inline void FeatureWorkspace<R>::absorb_keys(Span s, R *one, R *two) {
   R highest = -INF<R>;
   for (int64_t j = 0; j < s.nk; ++j) highest = max_of(highest, level[j]);
   for (int64_t j = 0; j < call.Cs; ++j) weight[j] = j < s.nk ? exp2_difference(level[j], highest) : 0;
   absorb_turned(vt, phi_k, s.nk, highest, one, two);
 }
 
-template <class R> void FeatureWorkspace<R>::absorb_queries(Span s, R *one, R *two) {  // a row counts 2^-top
+template <class R>
+inline void FeatureWorkspace<R>::absorb_queries(Span s, R *one, R *two) {  // row i has the factor 2^-top_i
   R highest = -INF<R>;
   for (int64_t i = 0; i < s.nq; ++i)
     if (inverse[i] != 0) highest = max_of(highest, -top[i]);
@@ -57,9 +62,9 @@ template <class R> void FeatureWorkspace<R>::absorb_queries(Span s, R *one, R *t
   absorb_turned(gt, phi_q, s.nq, highest, one, two);
 }
 
-// From dphi (destroyed) to dx, rows of D.
+// From dphi (which is overwritten) to dx, rows of D.
 template <class R>
-void FeatureWorkspace<R>::chain(const R *phi, const R *x, int64_t stride, int64_t n, bool key, R *to) {
+inline void FeatureWorkspace<R>::chain(const R *phi, const R *x, int64_t stride, int64_t n, bool key, R *to) {
   const int64_t Ms = call.Ms, D = p.D;
   for (int64_t i = 0; i < n; ++i) {
     R *d = dphi + i * Ms;
@@ -80,7 +85,7 @@ void FeatureWorkspace<R>::chain(const R *phi, const R *x, int64_t stride, int64_
   if (call.projected) {
     product<R>(n, D, call.M, dphi, Ms, call.from_features, call.Ds, Set<R>{dx, call.Ds});
     for (int64_t i = 0; i < n; ++i) {
-      // A query's own |x|^2 cancels in the quotient.
+      // In the gradient of a query, |x|^2 cancels: numerator and denominator have the same factor.
       const R share = call.levels && key ? weight[i] * (R)p.scale : 0;
       for (int64_t m = 0; m < D; ++m)
         to[i * D + m] = dx[i * call.Ds + m] - (share == 0 ? 0 : share * x[i * stride + m]);
@@ -91,7 +96,7 @@ void FeatureWorkspace<R>::chain(const R *phi, const R *x, int64_t stride, int64_
       if (!kept[i]) memset(to + i * D, 0, D * sizeof(R));
 }
 
-template <class R> void FeatureWorkspace<R>::absorb_block_keys(int64_t b, int64_t kv, Span block, R *state) {
+template <class R> inline void FeatureWorkspace<R>::absorb_block_keys(int64_t b, int64_t kv, Span block, R *state) {
   for (int64_t c = 0; c < call.chunks(block); ++c) {
     const Span s = call.chunk(block, c);
     if (!s.nk) continue;
@@ -101,7 +106,8 @@ template <class R> void FeatureWorkspace<R>::absorb_block_keys(int64_t b, int64_
   }
 }
 
-template <class R> void FeatureWorkspace<R>::emit_block_queries(int64_t b, int64_t kv, Span block, R *state, R *sum) {
+template <class R>
+inline void FeatureWorkspace<R>::emit_block_queries(int64_t b, int64_t kv, Span block, R *state, R *sum) {
   const int64_t Ms = call.Ms, Vs = call.Vs, Cs = call.Cs, M = call.M, U = p.Dv + 1;
   for (int64_t c = 0; c < call.chunks(block); ++c) {
     const Span s = call.chunk(block, c);
@@ -134,7 +140,7 @@ template <class R> void FeatureWorkspace<R>::emit_block_queries(int64_t b, int64
   }
 }
 
-template <class R> void FeatureWorkspace<R>::absorb_block_queries(int64_t b, int64_t kv, Span block, R *state) {
+template <class R> inline void FeatureWorkspace<R>::absorb_block_queries(int64_t b, int64_t kv, Span block, R *state) {
   for (int64_t c = call.chunks(block) - 1; c >= 0; --c) {
     const Span s = call.chunk(block, c);
     for (int64_t h = kv * call.group; s.nq && h < (kv + 1) * call.group; ++h) {
@@ -146,7 +152,8 @@ template <class R> void FeatureWorkspace<R>::absorb_block_queries(int64_t b, int
   }
 }
 
-template <class R> void FeatureWorkspace<R>::emit_block_keys(int64_t b, int64_t kv, Span block, R *state, R *sum) {
+template <class R>
+inline void FeatureWorkspace<R>::emit_block_keys(int64_t b, int64_t kv, Span block, R *state, R *sum) {
   const int64_t Ms = call.Ms, Vs = call.Vs, Cs = call.Cs, M = call.M, U = p.Dv + 1;
   for (int64_t c = call.chunks(block) - 1; c >= 0; --c) {
     const Span s = call.chunk(block, c);
@@ -156,7 +163,7 @@ template <class R> void FeatureWorkspace<R>::emit_block_keys(int64_t b, int64_t 
       product<R>(s.nk, M, U, v, Vs, state + HEADER, Ms, Set<R>{dk, Ms});
       transpose_rows(state + HEADER, Ms, p.Dv, M, turned, Vs);
       product<R>(s.nk, p.Dv, M, phi_k, Ms, turned, Vs, Set<R>{dv, Vs});
-      if (call.levels) {  // no key is above a later row's top: at most 1
+      if (call.levels) {  // no key's level is above the top of a later row, so the factor is at most 1
         for (int64_t j = 0; j < s.nk; ++j) weight[j] = state[0] == -INF<R> ? 0 : exp2_difference(level[j], -state[0]);
         scale_rows(dk, Ms, s.nk, dk), scale_rows(dv, Vs, s.nk, dv);
       }

@@ -1,16 +1,18 @@
-// Attention by features: row i weighs key j with <phi(q_i), phi(k_j)>, phi >= 0 (regard/features.py states the maths).
-//   forward:   out_i = phi(q_i) S / phi(q_i) z,   S = sum_j phi(k_j) v_j^T,  z = sum_j phi(k_j) over the keys that i sees
+// Attention by features: row i gives key j the weight <phi(q_i), phi(k_j)>, phi >= 0 (regard/features.py has the
+// maths).
+//   forward:   out_i = phi(q_i) S / phi(q_i) z, with S = sum_j phi(k_j) v_j^T and z = sum_j phi(k_j) over i's keys
 //   backward:  with g_i = [dout_i, -<dout_i, out_i>] / mass_i and u_j = [v_j, 1]
 //     dphi(q_i) = sum_j <g_i, u_j> phi(k_j),  dphi(k_j) = sum_i <g_i, u_j> phi(q_i),  dv_j = sum_i w_ij g_i:
 //     the first from a running sum of phi(k_j) u_j^T, the others from one of phi(q_i) g_i^T that runs from the end.
 //
-// Causal rows go by chunks: pairs within a chunk one by one, all that came before from the running state. What is summed is
-// computed anew in backward. phi(x) of FAVOR+ is held as features in [0, 1] times 2^level; a row's sums are relative to the
-// largest level that it sees (`top`), a state's to the largest in it (`shift`).
+// Causal rows are computed in chunks: within a chunk pair by pair, everything before it from the running sum (the
+// state). The backward pass computes all features again. In FAVOR+, phi(x) is stored as features in [0, 1] times
+// 2^level. The sums of a row are relative to the largest level among its keys (`top`), a state is relative to the
+// largest level in it (`shift`).
 //
-// Chunks make blocks. The state at the beginning of a block is the sum of whole blocks, each summed from zero. So a block's sum
-// may be computed beside the rows of the block (one thread goes through a head) or in a pass before (blocks of one head on
-// several threads): the same numbers either way.
+// Chunks form blocks. The state at the beginning of a block is a sum over whole blocks, each of which is summed from
+// zero. So the sum of a block may be computed together with the rows of the block (one thread per head), or in a pass
+// before (several threads per head): both give the same bits.
 #pragma once
 #include "engine/arena.h"
 #include "engine/elements.h"
@@ -20,10 +22,10 @@ namespace {
 
 enum Map : int64_t { ELU = 0, RELU = 1, EXP = 2 };
 
-constexpr int64_t CHUNK = 48, TILE_ROWS = 6;  // rows of a chunk, and of its pairs that are computed together
-constexpr int64_t CHUNKS = 8, BLOCKS = 64;    // chunks of a block at least, and blocks of a head at most
+constexpr int64_t CHUNK = 48, TILE_ROWS = 6;  // rows of a chunk; rows of its pairs that are computed together
+constexpr int64_t CHUNKS = 8, BLOCKS = 64;    // at least so many chunks in a block; at most so many blocks in a head
 
-// A state: its shift, then the matrix, then (forward) z.
+// A state has its shift, padding up to HEADER, then the matrix, then (forward pass) z.
 constexpr int64_t HEADER = 16;
 
 struct Span {
@@ -34,15 +36,15 @@ template <class R> struct FeatureCall {
   static constexpr int64_t N = Simd<R>::N;
   const Problem &p;
   int64_t M, heads, group;
-  int64_t Ms, Ds, Vs, Cs;  // the lengths of padded rows
-  int64_t before;          // keys that every row sees
+  int64_t Ms, Ds, Vs, Cs;  // the lengths of padded rows: features, D, Dv + 1, CHUNK
+  int64_t before;          // keys that every row reads
   int64_t block_rows, first_blocks, row_blocks;
   bool backward, projected, levels, by_head;
   R root;
   R *to_features = nullptr, *from_features = nullptr,
     *states = nullptr;  // shared: [D][Ms], [M][Ds], [heads][blocks + 1]
 
-  // Whole vectors, an odd number of them: rows a power of two apart would share the cache's sets.
+  // Whole vectors, and an odd number of them: rows a power of two apart would compete for the same sets of the cache.
   static int64_t pitch(int64_t n) { return ((n + N - 1) / N | 1) * N; }
 
   FeatureCall(const Problem &p, bool backward)
@@ -90,7 +92,7 @@ template <class R> struct FeatureCall {
             max_of((int64_t)0, min_of(CHUNK, s.nk - at))};
   }
 
-  // The projection in both directions, padded with zeros; exponents are to the base 2.
+  // The projection in both directions, padded with zeros. With `levels`, exponents are in base 2.
   void pack(Arena &arena) {
     if (!projected) return;
     to_features = arena.take<R>(p.D * Ms), from_features = arena.take<R>(M * Ds);
@@ -106,7 +108,7 @@ template <class R> struct FeatureCall {
 
 template <class R> INLINE R exp2_difference(R from, R to) { return from == -INF<R> ? 0 : exp2_of(from - to); }
 
-// Into `state` (may be null), which is relative to its shift, goes what is relative to `shift`.
+// Adds sums that are relative to `shift` to a state, which is relative to its own. A null state is skipped.
 template <class R> struct Join {
   R *matrix;
   int64_t cs;

@@ -1,11 +1,11 @@
-// FEATURE FORWARD
+// Forward pass of attention by features (call.h has the formulas): S and z as a running state, chunk by chunk.
 #pragma once
 #include "features/workspace.h"
 
 namespace {
 
-template <class R>
-void FeatureWorkspace<R>::absorb(Span s, R *one, R *two) {  // the chunk's keys, into two states; phi_kt is there
+// Add the keys of a chunk to one or two states; needs phi_kt.
+template <class R> inline void FeatureWorkspace<R>::absorb(Span s, R *one, R *two) {
   const int64_t M = call.M, Ms = call.Ms, Vs = call.Vs;
   R highest = -INF<R>;
   for (int64_t j = 0; j < s.nk; ++j) highest = max_of(highest, level[j]);
@@ -25,7 +25,7 @@ void FeatureWorkspace<R>::absorb(Span s, R *one, R *two) {  // the chunk's keys,
   }
 }
 
-template <class R> void FeatureWorkspace<R>::absorb_block(int64_t b, int64_t kv, Span block, R *state) {
+template <class R> inline void FeatureWorkspace<R>::absorb_block(int64_t b, int64_t kv, Span block, R *state) {
   for (int64_t c = 0; c < call.chunks(block); ++c) {
     const Span s = call.chunk(block, c);
     if (!s.nk) continue;
@@ -35,7 +35,7 @@ template <class R> void FeatureWorkspace<R>::absorb_block(int64_t b, int64_t kv,
   }
 }
 
-template <class R> void FeatureWorkspace<R>::emit_block(int64_t b, int64_t kv, Span block, R *state, R *sum) {
+template <class R> inline void FeatureWorkspace<R>::emit_block(int64_t b, int64_t kv, Span block, R *state, R *sum) {
   const int64_t Ms = call.Ms, Vs = call.Vs, Cs = call.Cs, M = call.M;
   for (int64_t c = 0; c < call.chunks(block); ++c) {
     const Span s = call.chunk(block, c);

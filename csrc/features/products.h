@@ -1,10 +1,11 @@
-// PRODUCTS
+// Products of matrices with lanes along the columns: c[i][d] from sum_k a[i][k] b[k][d].
+//
+// A functor `put(i, d, sum)` receives each vector of sums: `Set` stores it, `Add` adds it, and states have their own
+// (call.h).
 #pragma once
 #include "engine/tiles.h"
 
 namespace {
-
-// --- products: c[i][d] from sum_k a[i][k] b[k][d], lanes along d; `put(i, d, sum)` says what becomes of a sum -----------
 
 template <class R, int ROWS, int NV, class Put>
 INLINE void product_tile(const R *a, int64_t as, const R *b, int64_t bs, int64_t depth, int64_t i, int64_t d,
@@ -38,7 +39,7 @@ INLINE void product_columns(int64_t rows, int64_t depth, const R *a, int64_t as,
   for (; i < rows; ++i) product_tile<R, 1, NV>(a + i * as, as, b + d, bs, depth, i, d, put);
 }
 
-// `columns` is rounded up to whole vectors: rows of b and c are padded.
+// `columns` is rounded up to whole vectors: the rows of b and c are padded.
 template <class R, class Put>
 void product(int64_t rows, int64_t columns, int64_t depth, const R *a, int64_t as, const R *b, int64_t bs,
              const Put &put) {

@@ -1,4 +1,8 @@
-// SWEEP
+// The sweeps over the blocks of a head, and how threads share them.
+//
+// With enough heads, one thread takes a head: it computes the rows of each block and sums the block for the blocks
+// after it. Otherwise there are three passes, each parallel: sum every block; add these sums up, head by head; compute
+// the rows of every block from the state at its beginning. Both give the same bits.
 #pragma once
 #include "engine/threads.h"
 #include "features/backward.h"
@@ -6,8 +10,8 @@
 
 namespace {
 
-// A sweep over the blocks, from the first to the last or back. Block n has sources that go into the state (`absorbs`),
-// targets that read it (`emits`), or both.
+// A sweep runs over the blocks from the first to the last, or back. A block has sources that are added to the state
+// (absorb), targets that are computed from it (emit), or both.
 enum Sweep { ROWS_FORWARD, QUERIES_BACKWARD, KEYS_BACKWARD };
 
 template <class R, Sweep SWEEP> struct SweepOrder {
@@ -44,7 +48,7 @@ template <class R, Sweep SWEEP> void sweep(const FeatureCall<R> &call, char *wor
       clear(workspace.start, size);
       for (int64_t n = 0; n < blocks && !stopped_early(); ++n) {
         const Span s = order.block(n);
-        const bool on = n + 1 < blocks && order.absorbs(s);  // the last one's sum is for nobody
+        const bool on = n + 1 < blocks && order.absorbs(s);  // nothing reads the sum of the last block
         if (order.emits(s)) {
           memcpy(workspace.run, workspace.start, size * sizeof(R));
           order.emit(workspace, head, s, workspace.run, on ? workspace.local : nullptr);
@@ -66,7 +70,7 @@ template <class R, Sweep SWEEP> void sweep(const FeatureCall<R> &call, char *wor
   parallel(threads, call.heads, [&](int64_t head, int64_t thread) {
     FeatureWorkspace<R> workspace(call, workspaces + thread * workspace_bytes);
     clear(workspace.start, size);
-    for (int64_t n = 0; n < blocks; ++n) {  // sums become what was before them
+    for (int64_t n = 0; n < blocks; ++n) {  // replace each sum by the state at the beginning of its block
       const bool on = n + 1 < blocks && order.absorbs(order.block(n));
       if (on) memcpy(workspace.local, state(head, n), size * sizeof(R));
       memcpy(state(head, n), workspace.start, size * sizeof(R));

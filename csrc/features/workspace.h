@@ -1,4 +1,5 @@
-// FEATURE WORKSPACE
+// The working memory of one thread for attention by features, with a chunk of keys and a chunk of queries in it; and
+// what the forward and the backward pass share: features of rows, values, levels.
 #pragma once
 #include "engine/transpose.h"
 #include "features/call.h"
@@ -6,7 +7,7 @@
 
 namespace {
 
-// to[d][i] = from[i][d], lanes without a row 0.
+// to[d][i] = from[i][d], and 0 in lanes without a row.
 template <class R> void transpose_rows(const R *from, int64_t stride, int64_t n, int64_t D, R *to, int64_t to_stride) {
   constexpr int64_t PIECE = 64, N = Simd<R>::N;
   for (int64_t first = 0; first < n; first += PIECE) {
@@ -36,7 +37,7 @@ template <class R> struct FeatureWorkspace {
   R *turned;                                 // [M][Vs]
   R *level, *top, *weight, *inverse, *mass;  // [Cs]
   uint8_t kept[CHUNK];
-  const R *q_rows, *k_rows;  // where the inputs are, as R
+  const R *q_rows, *k_rows;  // the inputs as R: in place, or copied
   int64_t q_stride, k_stride;
 
   FeatureWorkspace(const FeatureCall<R> &call, char *scratch) : call(call), p(call.p) {
@@ -53,7 +54,7 @@ template <class R> struct FeatureWorkspace {
     level = a.take<R>(Cs), top = a.take<R>(Cs), weight = a.take<R>(Cs), inverse = a.take<R>(Cs), mass = a.take<R>(Cs);
   }
 
-  // phi of n rows of x, and their levels (null: nobody asks).
+  // phi of n rows of x, and their levels if `levels` is not null.
   void features(const R *x, int64_t stride, int64_t n, R *phi, R *levels) {
     const int64_t M = call.M, Ms = call.Ms;
     if (call.projected) product<R>(n, M, p.D, x, stride, call.to_features, Ms, Set<R>{phi, Ms});
@@ -74,7 +75,7 @@ template <class R> struct FeatureWorkspace {
       }
     }
   }
-  // The map of one row, of the input itself.
+  // The map of one row, where it is a map of the input itself.
   template <Map MAP> INLINE void map_row(const R *x, R *row) const {
     constexpr int U = 4;
     const R root = call.root;
@@ -116,7 +117,7 @@ template <class R> struct FeatureWorkspace {
     for (; d < p.D; ++d) total += x[d] * x[d];
     return total;
   }
-  // to[i] = <rows[i], z>, padded rows of M; four at a time, the last ones of which may be beyond the n.
+  // to[i] = <rows[i], z> for padded rows of M. Four rows at a time: up to three beyond n are read and written.
   void dots(const R *rows, int64_t n, const R *z, R *to) const {
     for (int64_t i = 0; i < n; i += 4) {
       V sums[4] = {};
@@ -127,7 +128,7 @@ template <class R> struct FeatureWorkspace {
       add_lanes<R>(sums, to + i);
     }
   }
-  // to[d] = from[d] * factor, n of them; exactly 0 where the factor is.
+  // to[d] = from[d] * factor for n elements; exactly 0 where the factor is 0.
   static INLINE void write(const R *from, R factor, int64_t n, R *to) {
     int64_t d = 0;
     if (factor == 0) {
@@ -142,7 +143,7 @@ template <class R> struct FeatureWorkspace {
     q_rows = as_rows<R>(p.query, b, h, s.q, s.nq, p.D, x_q, q_stride);
     features(q_rows, q_stride, s.nq, phi_q, nullptr);
   }
-  // Keys with their levels, values with a 1 behind; one that is masked has phi = 0 and whatever else finite.
+  // Keys with their levels, and values with a 1 appended. A masked key has phi = 0 and a value of 0.
   void take_keys(int64_t b, int64_t kv, Span s) {
     k_rows = as_rows<R>(p.key, b, kv, s.k, s.nk, p.D, x_k, k_stride);
     for (int64_t j = 0; j < s.nk; ++j) level[j] = 0, kept[j] = 1;
@@ -162,7 +163,7 @@ template <class R> struct FeatureWorkspace {
     }
     for (int64_t j = s.nk; j < call.Cs; ++j) level[j] = -INF<R>;
   }
-  // The largest level that each row sees.
+  // The largest level among the keys of each row.
   void find_tops(Span s, R shift) {
     R highest = shift;
     for (int64_t i = 0; i < s.nq; ++i) {
@@ -172,21 +173,21 @@ template <class R> struct FeatureWorkspace {
   }
   static R finite(R x) { return x == -INF<R> ? 0 : x; }
 
-  // row[j] *= 2^(level_j - top): what is between the features and the weights.
+  // row[j] *= 2^(level_j - top): the factor between products of features and weights.
   void rescale_row(R *row, int64_t from, int64_t to, R highest) const {
     for (int64_t j = from; j < to; j += N) store(row + j, load(row + j) * vexp2(load(level + j) - finite(highest)));
   }
-  void scale_rows(const R *from, int64_t stride, int64_t n, R *to) const {  // by `weight`
+  void scale_rows(const R *from, int64_t stride, int64_t n, R *to) const {  // to[j] = weight[j] * from[j]
     for (int64_t j = 0; j < n; ++j)
       for (int64_t d = 0; d < stride; d += N) store(to + j * stride + d, load(from + j * stride + d) * weight[j]);
   }
 
-  // features/forward.h
+  // In features/forward.h:
   void absorb(Span s, R *one, R *two);
   void absorb_block(int64_t b, int64_t kv, Span block, R *state);
   void emit_block(int64_t b, int64_t kv, Span block, R *state, R *sum);
 
-  // features/backward.h
+  // In features/backward.h:
   void take_gradients(int64_t b, int64_t h, Span s);
   void absorb_turned(const R *at, const R *phi, int64_t n, R shift, R *one, R *two);
   void absorb_keys(Span s, R *one, R *two);

@@ -1,20 +1,18 @@
-// Backward, KL: nothing of the plan was kept; it is made again from the saved dual (kept in two parts).
+// Backward pass of KL, in the walk of engine/backward_walk.h.
 //
-//   task = a key/value head and a chunk of keys. For each query head that reads it, for each batch of row blocks:
-//     Q^T, dO^T (lanes = rows) and Q, dO as rows; b = the baseline from <dO, O>
-//     for each block of keys in the chunk, for each block of rows that may read it:
-//       p  <- 2^(x - peak - rest);  U <- dO V^T;  G <- p (u - A - B log2 p)      [keys][L]   (theory: the advantage; A, B below)
-//       dV <- dV + P dO;  dK <- dK + G Q;  dQ^T <- dQ^T + G^T K
-// A chunk owns its keys, so dK and dV are summed in one fixed order; rows get one part of dQ per chunk, added in order later.
-// The number of chunks depends on the shape alone. G = tau dL/ds; scale and 1/tau are multiplied into the rows of Q and into
-// dQ at its end. With mu = (mass of the plan)/(mass of the distribution) and incoming gradients of lse and entropy H:
-//   dL/ds_j = (p_j/tau) [u_j - b + (g_lse - g_H (log p_j - log mu + H))/mu]
+// For a block of keys and a block of rows, with utilities U = dO V^T:
+//   p <- 2^(x - peak - rest);  G <- p (u - a - b log2 p)      [keys][L]
+//   dV += P^T dO;  dK += G^T Q;  dQ += G K
+// G = tau dL/ds is the weight times its advantage: utility minus a baseline. a and b depend on the row alone. With
+// mu = (mass of the plan)/(mass of the distribution), the baseline <dO, O>/mu of the row, and incoming gradients g_lse
+// of lse and g_H of the entropy H:
+//   dL/ds_j = (p_j/tau) [u_j - baseline + (g_lse - g_H (log p_j - log mu + H))/mu]
 #pragma once
 #include "engine/backward_walk.h"
 
 namespace {
 
-// What a row adds to its advantage.
+// a, b and the dual of each row.
 template <class R> void prepare_kl(const Problem &p, BackwardRows<R> &r) {
   constexpr int N = Simd<R>::N;
   const Rows<R, 3> &rows = r.rows;
@@ -27,7 +25,7 @@ template <class R> void prepare_kl(const Problem &p, BackwardRows<R> &r) {
     r.dot[i] = sent;
     r.inverse_tau[n][lane] = 1 / tau, r.lambda[n][lane] = dual;
     const R peak = of_row<R>(p.saved_peak, rows.at(p.saved_peak, i));
-    if (peak == -INF<R>) {  // no key may be read, and the query may hold anything
+    if (peak == -INF<R>) {  // no key may be read, so the query may hold anything
       memset(r.q + i * Dp, 0, Dp * sizeof(R));
       r.idle = true;
       continue;
@@ -66,10 +64,10 @@ void backward_block_kl(const Problem &p, const Terms &terms, BackwardRows<R> &r,
     apply_bias_and_mask(p, terms, rows, keys, s.x, gate == PARTLY ? s.gate : nullptr, s.bias,
                         scored ? s.score : nullptr, terms.capped ? s.slope : nullptr);
   if (p.grad_out)
-    scores<R, NV, false>(r.dot_t, v, v_stride, p.Dv, keys, s.u);
+    scores<R, NV, false>(r.d_out_t, v, v_stride, p.Dv, keys, s.u);
   else
     memset(s.u, 0, keys * L * sizeof(R));
-  const R *weights = s.x;  // what dV is made of: p, or what dropout left of it
+  const R *weights = s.x;  // the weights in dV: p, after dropout if there is any
   for (int n = 0; n < NV; ++n) {
     const V peak = r.peak[n], rest = r.rest[n], a = r.a[n], b = r.b[n];
     const auto some = [&](int64_t j, auto count, auto exact) {
@@ -89,12 +87,12 @@ void backward_block_kl(const Problem &p, const Terms &terms, BackwardRows<R> &r,
           store(s.kept + at, w[u] * kept);
         }
         V g = w[u] * (utility - a - b * t[u]);
-        if (ZERO) g = w[u] == 0 ? V{} : g;  // a key that is not read may hold anything; a NaN weight stays
+        if (ZERO) g = w[u] == 0 ? V{} : g;  // the value of a masked key may be anything; a NaN weight stays NaN
         store(s.x + at, w[u]), store(s.u + at, g);
       }
     };
     int64_t j = 0;
-    if (p.row_gs)  // s - lambda, for the temperature
+    if (p.row_gs)  // s - lambda, for the gradient of the temperature
       for (int64_t at = n * N; at < keys * L; at += L)
         store(s.score + at,
               terms.folded ? (load(s.x + at) - peak - rest) / rows.c[n] : load(s.score + at) - r.lambda[n]);

@@ -1,15 +1,15 @@
-// Forward, KL: one pass over the keys per block of rows, all of a row's statistics in its lane.
+// Forward pass of KL (softmax and its relatives): one pass over the keys for each block of rows.
 //
 //   for each block of L rows (lanes), for each block of keys that some row may read:
-//     gate  <- the prior in base 2, if it does something here      [keys][L]
-//     x     <- exponents: Q K^T, softcap, bias, temperature, gate   [keys][L]
-//     m'    <- max x, if that is far above m: then what was summed is scaled by 2^(m - m'); else m
-//     p     <- 2^(x - m'); sum p, p t, p t^2 with t = x - m'        (entropy and variance: two multiply-adds)
-//     O^T   <- O^T + P^T V                                          [Dv][L]
-//   at the end each row turns its sums into output, dual and statistics.
-// Few rows over many keys (decoding): query heads that share a key head become rows of one block, and the keys are split
-// into a number of parts that depends on the shape alone; parts are merged in order, so threads never change a result.
-// Rows that fit one vector (NV = 1) have their products from few.h, and O lies in rows: [L][Dv].
+//     gate  <- the log-prior in base 2, if there is one here              [keys][L]
+//     x     <- exponents: Q K^T, softcap, bias, temperature, gate         [keys][L]
+//     m'    <- max x if that is far above m, else m; all sums are scaled by 2^(m - m')
+//     p     <- 2^(x - m'); sums of p, p t, p t^2 with t = x - m'          (for entropy and variance)
+//     O^T   <- O^T + P^T V                                                [Dv][L]
+//   At the end each row turns its sums into output, dual and statistics (results.h).
+// Decoding has few rows and many keys. There, query heads that share a key head are rows of one block, and the keys are
+// split into parts. The number of parts depends on the shape alone and they are merged in order, so threads never
+// change a result. Rows that fit one vector (NV = 1) take their products from decode.h, and O is in rows: [L][Dv].
 #pragma once
 #include "engine/arena.h"
 #include "engine/gate.h"
@@ -22,16 +22,16 @@
 
 namespace {
 
-// Keys per block. Few rows (NV = 1): a block's values wait in the first-level cache for their turn, 4 KiB of them at
-// D = 64 (from memory: float32 by 32 keys is a tenth slower).
+// Keys per block. For few rows (NV = 1) 16 keys: their values, 4 KiB at D = 64, stay in the first-level cache until
+// they are used. Measured with keys in memory: float32 with 32 keys is a tenth slower.
 template <int NV> constexpr int64_t KEY_BLOCK = NV == 1 ? 32 : 96;
 template <int NV, class T> constexpr int64_t KEY_STEP = NV == 1 && sizeof(T) > 2 ? 16 : KEY_BLOCK<NV>;
-// How far exponents may lie above what they are measured from before the sums are brought to a new reference, which
-// takes a sweep over O: that would be most blocks of keys, since some row among L mostly finds a larger score.
+// How far x may exceed the reference m before the sums are rescaled to a new one. Rescaling is a pass over O. Without
+// slack it would happen in most blocks of keys, because one of the L rows mostly finds a larger score.
 constexpr int SLACK = 4;
 constexpr int64_t ROW_BLOCKS = 4;  // blocks of rows that share a block of keys while it is in the cache
 
-// A thread's panels.
+// The panels of one thread.
 template <class R, int NV> struct Panels {
   static constexpr int64_t SIZE = KEY_BLOCK<NV> * Simd<R>::N * NV;
   R *x, *gate, *bias, *score, *spare;
@@ -45,7 +45,8 @@ template <class R, int NV> struct Panels {
         live(arena.take<uint8_t>(KEY_BLOCK<NV>)) {}
 };
 
-// x -> p in place, for one vector of rows; the block's sums are made apart and then added: shorter chains of rounding.
+// x -> p in place, for one vector of rows. The sums of a block are computed on their own and then added, which makes
+// the chains of rounding errors shorter.
 template <class R, int NV, bool MOMENTS, bool ZERO>
 __attribute__((noinline)) void exponentiate(RunningSums<R, NV> &sums, int n, Vec<R> safe, int64_t keys, R *x) {
   using V = Vec<R>;
@@ -69,13 +70,14 @@ __attribute__((noinline)) void exponentiate(RunningSums<R, NV> &sums, int n, Vec
     }
   };
   int64_t j = 0;
-  for (; j + 2 <= keys; j += 2) some(j, Constant<2>());  // four at once do not fit 16 registers
+  for (; j + 2 <= keys; j += 2) some(j, Constant<2>());  // four at once do not fit into 16 registers
   for (; j < keys; ++j) some(j, Constant<1>());
   sums.l[n] += l;
   if (MOMENTS) sums.e1[n] += e1, sums.e2[n] += e2;
 }
 
-// One block of keys for one block of rows; k and v point at key `first`. T: what they are stored as; R unless NV = 1.
+// One block of keys for one block of rows; k and v point at key `first`. T is the type they are stored in: R unless NV
+// = 1.
 template <class R, int NV, class T>
 void attend(const Problem &p, const Terms &terms, const RequestedStatistics &want, const Rows<R, NV> &rows,
             RunningSums<R, NV> &sums, const R *qt, R *ot, int64_t first, int64_t keys, const T *k, int64_t k_stride,
@@ -88,8 +90,8 @@ void attend(const Problem &p, const Terms &terms, const RequestedStatistics &wan
   if (gate == CLOSED) return;
   V tops[NV];
   for (int n = 0; n < NV; ++n) tops[n] = broadcast(-INF<R>);
-  const bool plain = NV > 1 && gate == OPEN && terms.folded;  // the product finds the largest on its way
-  const int64_t some = (rows.n + 3) / 4 * 4;                  // rows, as few.h counts them
+  const bool plain = NV > 1 && gate == OPEN && terms.folded;  // the product finds the largest x on its way
+  const int64_t some = (rows.n + 3) / 4 * 4;                  // rows, rounded up as decode.h needs it
   if constexpr (NV == 1)
     decode_scores(qt, some, p.D, k, k_stride, keys, x, L, v, v_stride, p.Dv);
   else if (plain)
@@ -106,7 +108,7 @@ void attend(const Problem &p, const Terms &terms, const RequestedStatistics &wan
     const V high = vmax(sums.high[n], tops[n]);
     sums.high[n] = high;
     if (want.first && first == 0) sums.first[n] = load(x + n * N);
-    // The anchor goes with the heaviest key; where none is wanted, the reference may stay behind.
+    // The anchor moves with the heaviest key. Where no anchor is needed, the reference may stay up to SLACK below.
     const M higher = high > sums.m[n] + (R)(want.apart ? 0 : SLACK);
     const V to = higher ? high : sums.m[n];
     if (want.apart) {
@@ -173,15 +175,15 @@ void attend(const Problem &p, const Terms &terms, const RequestedStatistics &wan
     });
 }
 
-// How the forward pass is partitioned: by the shape alone.
+// The partition of the forward pass.
 template <class R, int NV> struct ForwardPartition : WorkPartition<R, NV> {
   using Base = WorkPartition<R, NV>;
   using Base::blocks, Base::L, Base::units;
-  int64_t task_blocks, tasks;  // blocks of rows that one task has; tasks of a unit
-  int64_t splits, keys;        // parts of the keys, and keys of each
+  int64_t task_blocks, tasks;  // blocks of rows in one task; tasks of a unit
+  int64_t splits, keys;        // parts of the keys, and keys in each part
 
   explicit ForwardPartition(const Problem &p) : Base(p) {
-    // Few rows: all of them in one task, so that the keys are read once.
+    // Few rows are all in one task, so that the keys are read once.
     task_blocks = min_of(ROW_BLOCKS, p.Tq < 16 ? blocks : max_of((int64_t)1, units * blocks / 32));
     tasks = (blocks + task_blocks - 1) / task_blocks;
     splits = min_of((64 + units * tasks - 1) / (units * tasks), max_of((int64_t)1, p.Tk / 512));
@@ -189,7 +191,7 @@ template <class R, int NV> struct ForwardPartition : WorkPartition<R, NV> {
     keys = (p.Tk + splits - 1) / splits;
     keys = (keys + KEY_BLOCK<NV> - 1) / KEY_BLOCK<NV> * KEY_BLOCK<NV>;
   }
-  // A block of rows: transposed queries, transposed output, sums.
+  // Memory of a block of rows: transposed queries, transposed output, sums.
   int64_t block_bytes(const Problem &p) const {
     return L * (p.D + p.Dv) * sizeof(R) + sizeof(Rows<R, NV>) + sizeof(RunningSums<R, NV>) + 512;
   }
@@ -209,29 +211,31 @@ template <class R, int NV, class T> void run_forward_kl(const Problem &p) {
   using SumsOf = RunningSums<R, NV>;
   const Terms terms(p);
   const RequestedStatistics want(p, terms);
-  const ForwardPartition<R, NV> cut(p);
+  const ForwardPartition<R, NV> partition(p);
   constexpr int L = RowsOf::L;
   char *scratch = scratch_of(p);
-  char *parts = scratch + p.threads * cut.thread_bytes(p) / 64 * 64 + 64;
-  const int64_t part_bytes = cut.part_bytes(p), jobs = cut.units * cut.tasks * cut.splits;
-  const int64_t all_blocks = cut.blocks;
+  char *parts = scratch + p.threads * partition.thread_bytes(p) / 64 * 64 + 64;
+  const int64_t part_bytes = partition.part_bytes(p), jobs = partition.units * partition.tasks * partition.splits;
+  const int64_t all_blocks = partition.blocks;
 
   parallel(p.threads, jobs, [&](int64_t job, int64_t thread) {
-    const int64_t split = job % cut.splits, task = cut.tasks - 1 - job / cut.splits % cut.tasks;  // longest rows first
-    const int64_t unit = job / cut.splits / cut.tasks;
-    Arena arena{scratch + thread * (cut.thread_bytes(p) / 64 * 64)};
+    const int64_t split = job % partition.splits,
+                  task = partition.tasks - 1 - job / partition.splits % partition.tasks;  // longest rows first
+    const int64_t unit = job / partition.splits / partition.tasks;
+    Arena arena{scratch + thread * (partition.thread_bytes(p) / 64 * 64)};
     Panels<R, NV> panels(arena);
-    if (NV == 1) memset(panels.x, 0, Panels<R, NV>::SIZE * sizeof(R));  // lanes without a row are not written
+    if (NV == 1) memset(panels.x, 0, Panels<R, NV>::SIZE * sizeof(R));  // lanes without a row are never written
     R *k_spare = arena.take<R>(KEY_BLOCK<NV> * p.D), *v_spare = arena.take<R>(KEY_BLOCK<NV> * p.Dv);
     RowsOf *rows[ROW_BLOCKS];
     SumsOf *sums[ROW_BLOCKS];
     R *qt[ROW_BLOCKS], *ot[ROW_BLOCKS];
     int64_t lo = p.Tk, hi = 0;
-    const int64_t first_block = task * cut.task_blocks, blocks = min_of(cut.task_blocks, all_blocks - first_block);
+    const int64_t first_block = task * partition.task_blocks,
+                  blocks = min_of(partition.task_blocks, all_blocks - first_block);
     for (int64_t g = 0; g < blocks; ++g) {
       rows[g] = arena.take<RowsOf>(1), sums[g] = arena.take<SumsOf>(1);
       qt[g] = arena.take<R>(L * p.D), ot[g] = arena.take<R>(L * p.Dv);
-      cut.place_block(p, *rows[g], unit, first_block + g);
+      partition.place_block(p, *rows[g], unit, first_block + g);
       sums[g]->clear();
       memset(ot[g], 0, L * p.Dv * sizeof(R));
       if constexpr (NV == 1) {
@@ -241,7 +245,7 @@ template <class R, int NV, class T> void run_forward_kl(const Problem &p) {
         rows[g]->transpose(p.query, p.D, qt[g], [&](int i) { return rows[g]->factor(p, terms, i); });
       lo = min_of(lo, rows[g]->lo), hi = max_of(hi, rows[g]->hi);
     }
-    lo = max_of(lo, split * cut.keys), hi = min_of(hi, (split + 1) * cut.keys);
+    lo = max_of(lo, split * partition.keys), hi = min_of(hi, (split + 1) * partition.keys);
     for (int64_t from = lo; from < hi; from += KEY_STEP<NV, T>) {
       const int64_t keys = min_of(KEY_STEP<NV, T>, hi - from);
       int64_t k_stride, v_stride;
@@ -255,25 +259,27 @@ template <class R, int NV, class T> void run_forward_kl(const Problem &p) {
       }
     }
     for (int64_t g = 0; g < blocks; ++g) {
-      if (cut.splits == 1) {
+      if (partition.splits == 1) {
         if (NV == 1) interleave<R, T>(ot[g], rows[g]->n, p.Dv);
         write_results(p, terms, *rows[g], *sums[g], ot[g]);
       } else {
-        char *part = parts + ((unit * cut.tasks * cut.task_blocks + first_block + g) * cut.splits + split) * part_bytes;
+        char *part =
+            parts + ((unit * partition.tasks * partition.task_blocks + first_block + g) * partition.splits + split) *
+                        part_bytes;
         memcpy(part, sums[g], sizeof(SumsOf));
         memcpy(part + sizeof(SumsOf), ot[g], L * p.Dv * sizeof(R));
       }
     }
   });
-  if (cut.splits == 1) return;
-  parallel(p.threads, cut.units * all_blocks, [&](int64_t job, int64_t) {
+  if (partition.splits == 1) return;
+  parallel(p.threads, partition.units * all_blocks, [&](int64_t job, int64_t) {
     const int64_t unit = job / all_blocks, block = job % all_blocks;
     RowsOf rows;
-    cut.place_block(p, rows, unit, block);
-    char *part = parts + (unit * cut.tasks * cut.task_blocks + block) * cut.splits * part_bytes;
+    partition.place_block(p, rows, unit, block);
+    char *part = parts + (unit * partition.tasks * partition.task_blocks + block) * partition.splits * part_bytes;
     SumsOf *sums = (SumsOf *)part;
     R *ot = (R *)(part + sizeof(SumsOf));
-    for (int64_t split = 1; split < cut.splits; ++split) {
+    for (int64_t split = 1; split < partition.splits; ++split) {
       char *other = part + split * part_bytes;
       sums->merge(*(SumsOf *)other, ot, (R *)(other + sizeof(SumsOf)), p.Dv);
     }

@@ -1,4 +1,4 @@
-// RESULTS
+// From the running sums of a row to its output, dual and statistics.
 #pragma once
 #include "engine/rows.h"
 #include "engine/transpose.h"
@@ -6,7 +6,7 @@
 
 namespace {
 
-// From sums to results: the definitions of statistics.py in closed form, a vector of rows at a time.
+// The definitions of statistics.py in closed form, one vector of rows at a time.
 template <class R, int NV>
 void write_results(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, const RunningSums<R, NV> &sums,
                    const R *ot) {
@@ -29,21 +29,21 @@ void write_results(const Problem &p, const Terms &terms, const Rows<R, NV> &rows
     };
     const V m = sums.m[n], l = sums.l[n], c = rows.c[n];
     const V tau = load(rows.temperature + n * N), level = load(rows.level + n * N);
-    // A row is invalid if a weight is NaN (which the largest x need not show), or if all of its scores are -inf: 0/0.
+    // A row is invalid if a weight is NaN (the largest x need not show that), or if all of its scores are -inf: 0/0.
     M invalid = l != l;
     if (const M lowest = (m <= LOWEST<R>)&(l > 0); p.marginal == regard::ROWS && any(lowest))
-      for (int i = 0; i < lanes; ++i)  // at the lowest number: from a mask, or from the query
+      for (int i = 0; i < lanes; ++i)  // a score at the lowest number comes from a float mask or from the query
         if (lowest[i] && (m[i] == -INF<R> || !rows.finite(p.query, p.D, n * N + i))) invalid[i] = -1;
     const V nan = broadcast(NOT_A_NUMBER<R>);
     const M keys = (m > -INF<R>) | invalid;
-    // The distribution: 2^(x - top) / total, the null key included.
+    // The distribution 2^(x - top) / total, the null key included.
     const V null_x = sink ? level * c : nothing, top = invalid ? nan : m > null_x ? m : null_x;
-    const V real = keys ? (sink ? exp2(m - top) : (R)1 + (m - top)) : zero;  // without a sink 1, or NaN
+    const V real = keys ? (sink ? exp2(m - top) : (R)1 + (m - top)) : zero;  // without a sink: 1, or NaN
     const V null = sink ? exp2(null_x - top) : zero;
     const V total = l * real + null, log_total = log2(total);
     const M some = sink ? ~M{} : keys;
     const V lse = some ? (R)LN2 * (top + log_total) : nothing;
-    const V part = some ? real / total : zero;  // of the distribution, per weight
+    const V part = some ? real / total : zero;  // the probability of a key, per weight
     const V null_part = sink ? null / total : zero;
     // The plan: p = weight * factor.
     V factor = part * mass, dual = some ? tau * lse : nothing, value = dual;
@@ -51,7 +51,7 @@ void write_results(const Problem &p, const Terms &terms, const Rows<R, NV> &rows
       dual -= tau * ((R)LN2 * log_mass);
       value = dual * mass;
     }
-    // Kept apart for the backward pass: where all x are near the lowest number, their sum would lose log_total.
+    // The two parts of the dual. Their sum would lose log_total where all x are near the lowest number.
     V peak = some ? top : nothing, rest = log_total;
     if (p.marginal == regard::ROWS) rest -= log_mass;
     V prior_mass = sums.count[n], log_prior_mass = p.kl ? log2(prior_mass) : zero;
@@ -104,7 +104,7 @@ void write_results(const Problem &p, const Terms &terms, const Rows<R, NV> &rows
     const V high = sums.high[n];
     put(p.max_scores, invalid ? nan : terms.prior ? sums.top[n] : keys ? high / c : nothing);
     if (p.max_weight) {
-      const V weight = keys ? factor * exp2(high - m) : factor;  // vmax: NaN stays
+      const V weight = keys ? factor * exp2(high - m) : factor;  // vmax keeps a NaN weight
       put(p.max_weight, vmax(null_part, weight));
     }
     put(p.collision, factor * factor * sums.collision[n] + null_part * null_part);

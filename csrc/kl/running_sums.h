@@ -1,4 +1,7 @@
-// SUMS
+// What the forward pass of KL sums over the keys of a row, and which of the sums a call needs.
+//
+// Weights are relative to 2^m. When m rises, all sums are rescaled (`raise`). Scores are relative to the anchor, the
+// score of the heaviest key so far (`move_anchor`): differences from it lose no digits.
 #pragma once
 #include "engine/gate.h"
 #include "engine/vector_math.h"
@@ -16,7 +19,7 @@ struct RequestedStatistics {
   }
 };
 
-// O <- r O, for vector n of a block's rows.
+// O <- r O, for vector n of a block of rows.
 template <class R, int NV> INLINE void rescale(R *o, int64_t Dv, int n, Vec<R> r) {
   constexpr int N = Simd<R>::N, L = N * NV;
   if (NV == 1)
@@ -26,25 +29,25 @@ template <class R, int NV> INLINE void rescale(R *o, int64_t Dv, int n, Vec<R> r
     for (int64_t d = 0; d < Dv; ++d) store(o + d * L + n * N, r * load(o + d * L + n * N));
 }
 
-// What a block of rows has summed so far. Weights are relative to 2^m, scores to the anchor (that of the heaviest key).
+// The sums of a block of rows.
 template <class R, int NV> struct RunningSums {
   using V = Vec<R>;
   V m[NV], high[NV];        // the reference, at most SLACK below the largest x; the largest x
-  V l[NV], e1[NV], e2[NV];  // sums of p, p t, p t^2
+  V l[NV], e1[NV], e2[NV];  // sums of p, p t, p t^2 with t = x - m
   V collision[NV], count[NV], first[NV], spread[NV];
   V top[NV], anchor[NV], y1[NV], y2[NV];  // max s; sums of p (s - anchor), p (s - anchor)^2
-  V prior_top[NV], prior_sum[NV];         // of the prior's mass
+  V prior_top[NV], prior_sum[NV];         // the mass of the prior is prior_sum 2^prior_top
 
   void clear() {
     memset((void *)this, 0, sizeof *this);
     for (int n = 0; n < NV; ++n) m[n] = high[n] = top[n] = first[n] = prior_top[n] = broadcast(-INF<R>);
   }
 
-  static V difference(V a, V b) {  // a - b for exponents a <= b, never NaN, bounded
+  static V difference(V a, V b) {  // a - b for exponents a <= b; bounded, never NaN
     return a == -INF<R> ? V{} : vmax(broadcast((R)-1000), a - b);
   }
 
-  // Everything relative to a larger reference.
+  // Rescale all sums to a larger reference. Returns the factor.
   V raise(int n, V to) {
     const V safe = to == -INF<R> ? V{} : to, r = vexp2(m[n] - safe), shift = difference(m[n], safe);
     e2[n] = r * (e2[n] + shift * ((R)2 * e1[n] + shift * l[n]));
@@ -66,7 +69,7 @@ template <class R, int NV> struct RunningSums {
     return safe;
   }
 
-  // Add what another part of the keys gave to the same rows.
+  // Add the sums over another part of the keys of the same rows.
   void merge(RunningSums &other, R *ot, R *other_ot, int64_t Dv) {
     constexpr int L = Simd<R>::N * NV;
     for (int n = 0; n < NV; ++n) {

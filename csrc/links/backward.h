@@ -1,9 +1,11 @@
-// Backward, regularisers with a link (links.h): backward.h's walk over chunks of keys and batches of rows, with
+// Backward pass of regularizers with a link (links.h), in the walk of engine/backward_walk.h.
 //
+// With p and w = dp/dt of each pair, and utilities U = dO V^T:
 //   dL/ds_j = (w_j/tau) (u_j - b),  dL/dlog pi_j = p_j (u_j - b),  b = sum w u / (sum w + kappa)
-//
-// The baseline b comes from the forward pass's `tilt` (sum w v / (sum w + kappa)): b = <dO, tilt>. Where few pairs of a
-// block have mass, all but Q K^T is done pair by pair.
+// The baseline b is <dO, baseline value>, where the forward pass saved the baseline value sum w v / (sum w + kappa)
+// (the record calls it `tilt`). kappa is not 0 for relaxed rows only. Three paths give the same gradients. Rows with
+// saved lists (engine/sparse_rows.h) take only the pairs in these. In a block where few pairs have weight, all but Q
+// K^T is done pair by pair. In any other block, whole tiles are multiplied.
 #pragma once
 #pragma once
 #include "engine/backward_walk.h"
@@ -11,10 +13,10 @@
 
 namespace {
 
-// Below this share of a block's pairs, single pairs cost less than the four products.
+// Below this share of the pairs of a block, single pairs cost less than the four products of tiles.
 constexpr double SPARSE_PAIRS = 0.25;
 
-// The row's part of the advantage: u - a - b log(p/mass).
+// a, b and the dual of each row: a pair's advantage is u - a - b log(p/mass).
 template <class R> void prepare_link(const Problem &p, BackwardRows<R> &r) {
   constexpr int N = Simd<R>::N;
   const Rows<R, 3> &rows = r.rows;
@@ -30,7 +32,7 @@ template <class R> void prepare_link(const Problem &p, BackwardRows<R> &r) {
     const int n = i / N, lane = i % N;
     const R level = rows.level[i], peak = of_row<R>(p.saved_peak, rows.at(p.saved_peak, i));
     r.inverse_tau[n][lane] = 1 / rows.temperature[i];
-    if (peak == -INF<R>) {  // no key may be read, and the query may hold anything
+    if (peak == -INF<R>) {  // no key may be read, so the query may hold anything
       memset(r.q + i * Dp, 0, Dp * sizeof(R));
       r.idle = true;
       continue;
@@ -38,8 +40,8 @@ template <class R> void prepare_link(const Problem &p, BackwardRows<R> &r) {
     r.peak[n][lane] = peak, r.rest[n][lane] = of_row<R>(p.saved_rest, rows.at(p.saved_rest, i));
     R base = 0;
     const int64_t baseline_at = rows.at(p.saved_tilt, i);
-    if (p.grad_out && !free && r.keys) {  // added as the pairs' utilities are: one key's is its row's
-      R *baseline = r.dot_t, sums[4];
+    if (p.grad_out && !free && r.keys) {  // summed as utilities are: in a row of one key they cancel
+      R *baseline = r.d_out_t, sums[4];
       copy<R>(p.saved_tilt.data, p.saved_tilt.type, baseline_at, p.saved_tilt.s3, p.Dv, baseline, 1, (R)1);
       for (int64_t d = p.Dv; d < Dvp; ++d) baseline[d] = 0;
       dots(r.d_out + i * Dvp, Dvp, 1, sums, [&](int64_t, int) { return baseline; });
@@ -52,14 +54,14 @@ template <class R> void prepare_link(const Problem &p, BackwardRows<R> &r) {
       R per_mass = 1 / (R)p.mass;
       if (p.marginal == regard::RELAX) per_mass = exp_of(-of_row<R>(p.saved_dual, rows.at(p.saved_dual, i)) / level);
       if (free) per_mass = 1 / of_row<R>(p.saved_mass, rows.at(p.saved_mass, i));
-      if (!(per_mass < INF<R>)) per_mass = 0;  // no mass
+      if (!(per_mass < INF<R>)) per_mass = 0;  // a row without mass
       const R g = of_row<R>(p.grad_entropy, rows.at(p.grad_entropy, i)) * per_mass;
       if (!free) base -= g * of_row<R>(p.saved_tilt_log, rows.at(p.saved_tilt_log, i));
       add = g * of_row<R>(p.saved_entropy, rows.at(p.saved_entropy, i));
       r.b[n][lane] = g, r.per_mass[n][lane] = per_mass;
     }
-    // x at or below this has no weight; a little less, for rounding: a pair is looked at more closely.
-    if (peak == INF<R> && p.family == regard::TSALLIS) {  // a remote row (panel.h): its scores do not count
+    // Pairs with x at or below this have no weight. It is a little lower, for rounding: the weights decide then.
+    if (peak == INF<R> && p.family == regard::TSALLIS) {  // a row that has its prior's weights (price_search.h)
       memset(r.q + i * Dp, 0, Dp * sizeof(R));
       r.peak[n][lane] = r.inverse_tau[n][lane] = 0, r.edge[n][lane] = -INF<R>;
       r.prior_only[n][lane] = -1, r.some_prior_only = true;
@@ -74,7 +76,7 @@ template <class R> void prepare_link(const Problem &p, BackwardRows<R> &r) {
   }
 }
 
-// Rows of a block with whole vectors, 0 beyond D: pairs read them.
+// The rows of a block in whole vectors, 0 beyond D, for single pairs.
 template <class R>
 const R *padded_rows(const R *from, int64_t stride, int64_t keys, int64_t D, R *spare, int64_t &padded_stride) {
   const int64_t Dp = padded<R>(D);
@@ -90,7 +92,7 @@ const R *padded_rows(const R *from, int64_t stride, int64_t keys, int64_t D, R *
   return spare;
 }
 
-// How dL/dalpha answers to p (u - b): beta^2 (1 - 1/y - log y).
+// The factor from p (u - b) to its part of dL/dalpha: beta^2 (1 - 1/y - log y).
 template <class R, class Link> INLINE Vec<R> alpha_factor(const Link &link, Vec<R> d, int n) {
   using V = Vec<R>;
   if constexpr (Link::PRICED) {
@@ -101,22 +103,22 @@ template <class R, class Link> INLINE Vec<R> alpha_factor(const Link &link, Vec<
   }
 }
 
-// What single pairs of a block of keys and a block of rows give to the gradients.
+// What single pairs of a block of keys and a block of rows add to the gradients.
 template <class R, class Link> struct Pairs {
   static constexpr int NV = 3, N = Simd<R>::N;
   using V = Vec<R>;
   const Problem &p;
   const Link &link;
   BackwardRows<R> &r;
-  const int64_t first;  // key
-  const R *k, *v;       // rows of whole vectors
+  const int64_t first;  // the first key of the block
+  const R *k, *v;       // rows in whole vectors
   const int64_t k_stride, v_stride;
   R *const dk, *const dv;
-  const bool sums;  // more than dq, dk and dv is asked for
+  const bool sums;  // whether more than dq, dk and dv is requested
   const int64_t Dp = padded<R>(p.D), Dvp = padded<R>(p.Dv);
 
-  // G = tau dL/ds of row i and key first + j, with utility u and at distance d from the price; `weight` becomes what the
-  // value's gradient is multiplied by. All sums over pairs are made here.
+  // G = tau dL/ds of row i and key first + j, whose utility is u and whose x lies d above the price. `weight` is p; it
+  // becomes the factor on dO in the gradient of the value. All sums over pairs are updated here.
   INLINE R advantage(int i, int64_t j, R u, R d, R &weight, R w, R alpha_factor) const {
     const Rows<R, NV> &rows = r.rows;
     const int n = i / N, lane = i % N;
@@ -145,7 +147,7 @@ template <class R, class Link> struct Pairs {
     return g;
   }
 
-  // One pair; slope: softcap's.
+  // Add one pair; slope: the derivative of the softcap.
   INLINE void add_pair(int i, int64_t j, R d, R weight, R w, R alpha_factor, R slope) const {
     if (!(w > 0) && !(w != w)) return;
     const R u = p.grad_out ? dot(r.d_out + i * Dvp, v + j * v_stride, Dvp) : 0;
@@ -157,7 +159,7 @@ template <class R, class Link> struct Pairs {
 
   static constexpr int SOME = 16;  // pairs whose rows stay in the first-level cache from one product to the next
 
-  // The pairs of row i's list up to key `limit`.
+  // Add the pairs in the list of row i up to key `limit`.
   void add_listed_pairs(int i, int64_t limit) const {
     const int n = i / N, lane = i % N;
     const R *q = r.q + i * Dp, *d_out = r.d_out + i * Dvp;
@@ -171,7 +173,7 @@ template <class R, class Link> struct Pairs {
       if (!pairs) break;
       r.next[i] = at;
       R x[SOME] = {}, u[SOME] = {}, weight[SOME], g[SOME];
-      // x to the last bit as the price was found from it: weights are differences.
+      // x must agree to the last bit with the one that the price was solved from, because weights are differences.
       if (r.x)
         for (int t = 0; t < pairs; ++t) x[t] = r.x[at - pairs + t];
       else
@@ -181,7 +183,7 @@ template <class R, class Link> struct Pairs {
         const V d = load(x + t) - peak + rest;
         V p_row, w_row, alpha = {};
         one.at(n, d, p_row, w_row);
-        const Mask<R> none = (w_row <= 0);  // by rounding
+        const Mask<R> none = (w_row <= 0);  // below the price by rounding
         store(weight + t, none ? V{} : p_row), store(g + t, none ? V{} : w_row * (load(u + t) - a));
         if (plain) continue;
         if (p.row_ga) alpha = alpha_factor<R>(one, d, n);
@@ -246,7 +248,7 @@ void backward_block_link(const Problem &p, const Terms &terms, BackwardRows<R> &
       Mask<R> some[NV], any_lane = {};
       for (int n = 0; n < NV; ++n) {
         const V x = load(s.x + j * L + n * N);
-        any_lane |= some[n] = ~(x <= r.edge[n]) & (x != -INF<R>);  // NaN, too
+        any_lane |= some[n] = ~(x <= r.edge[n]) & (x != -INF<R>);  // a NaN counts as a pair
       }
       s.bits[j] = 0;
       if (!any(any_lane)) continue;
@@ -255,7 +257,7 @@ void backward_block_link(const Problem &p, const Terms &terms, BackwardRows<R> &
     }
     if (!pairs) return;
   }
-  // p and w, and the distance from the price; a key that is not read stays so, whatever the row's price is.
+  // p and w of a vector of pairs; returns the distance from the price. Masked keys stay masked, whatever the price is.
   const auto weights_at = [&](int64_t at, int n, V &weight, V &w) {
     const V x = load(s.x + at);
     V d = x == -INF<R> ? x : x - r.peak[n] + r.rest[n];
@@ -295,7 +297,7 @@ void backward_block_link(const Problem &p, const Terms &terms, BackwardRows<R> &
   }
 
   if (p.grad_out)
-    scores<R, NV, false>(r.dot_t, v, v_stride, p.Dv, keys, s.u);
+    scores<R, NV, false>(r.d_out_t, v, v_stride, p.Dv, keys, s.u);
   else
     memset(s.u, 0, keys * L * sizeof(R));
   for (int n = 0; n < NV; ++n) {
@@ -312,11 +314,11 @@ void backward_block_link(const Problem &p, const Terms &terms, BackwardRows<R> &
       utility -= a;
       if (p.grad_entropy)
         utility -= weight > TINY<R> ? b * vlog(vmax(broadcast(TINY<R>), weight * r.per_mass[n])) : V{};
-      const V g = (w == 0) ? V{} : w * utility;  // a key that is not read may hold anything
+      const V g = (w == 0) ? V{} : w * utility;  // the value of a masked key may be anything
       if (sums) {
         const V gp = (weight == 0) ? V{} : weight * utility, ds = g * r.inverse_tau[n];
         r.sum_g[n] += g, r.sum_gp[n] += gp;
-        if (p.row_gs) r.sum_gs[n] += w == 0 ? V{} : g * d / rows.c[n];  // from ORIGIN: that part of the sum is known
+        if (p.row_gs) r.sum_gs[n] += w == 0 ? V{} : g * d / rows.c[n];  // from ORIGIN: the rest is known
         if (p.row_gd) r.sum_gd[n] += gp * distance_of(j, n);
         if (p.row_ga) r.sum_ga[n] += weight == 0 ? V{} : gp * alpha_factor<R>(link, d, n);
         R key_g = 0, key_ds = 0, key_mass = 0;

@@ -1,4 +1,10 @@
-// CANDIDATES
+// Lists of candidates: the keys that may have weight, one list per row.
+//
+// Where few keys have weight, each row keeps the keys whose x is not below a bound of its price. The lists are the
+// lanes of a short panel (`LinkPanels::list`), so that search and weights use the same code for panels and lists. They
+// grow as blocks of keys come (`append_candidates`), shrink when the bound has risen (`prune_lists`), are padded to
+// equal lengths (`pad_lists`), and are finally summed with the values (`sum_listed_values`) and saved for the backward
+// pass (`save_sparse_rows`).
 #pragma once
 #include <type_traits>
 
@@ -8,15 +14,15 @@
 
 namespace {
 
-template <class R> using LaneBits = std::conditional_t<(Simd<R>::N > 8), uint16_t, uint8_t>;  // of one vector
-// Which lanes of a block's vectors have candidates. First all comparisons, then all candidates: keys one by one would end
-// in a mispredicted branch each.
+template <class R> using LaneBits = std::conditional_t<(Simd<R>::N > 8), uint16_t, uint8_t>;  // the lanes of one vector
+// Which lanes of the vectors of a block have candidates. All comparisons come first and all candidates after them: with
+// both in one loop, each key would cost a mispredicted branch.
 template <class R, int NV> struct CandidateBits {
   using Bits = LaneBits<R>;
   static constexpr int64_t BITS = 8 * sizeof(Bits);
   Bits bits[PANEL_KEYS * NV + 64 / BITS];
 
-  // f(j * L + lane) for each.
+  // Call f(j * L + lane) for each candidate.
   template <class F> INLINE void each(int64_t keys, F f) {
     memset(bits + keys * NV, 0, sizeof(uint64_t));
     for (int64_t v = 0; v < keys * NV; v += 64 / BITS) {
@@ -36,28 +42,29 @@ template <class R, int NV> bool has_room(const LinkPanels<R, NV> &s, int64_t key
   return longest + keys <= s.room;
 }
 
-// Add panel rows at ... at + keys - 1 (keys first ...) to the lists: the candidates whose x is not below the price.
-// False if there is no room, or a price is not a number.
+// Append those of panel rows at ... at + keys - 1 (keys first ...) whose x is not below the price. Returns false if
+// there is no room, or if a price is NaN.
 template <class R, int NV>
 bool append_candidates(LinkPanels<R, NV> &s, const Vec<R> *price, int rows, int64_t first, int64_t at, int64_t keys) {
   using V = Vec<R>;
   constexpr int N = Simd<R>::N, L = N * NV;
   if (!has_room(s, keys)) return false;
   CandidateBits<R, NV> found;
-  V bound[NV];           // above -inf, so that no key that may not be read is found
-  Mask<R> row[NV] = {};  // a lane without a row: all its x are equal
+  V bound[NV];           // above -inf, so that no masked key is found
+  Mask<R> row[NV] = {};  // lanes without a row are never candidates
   for (int n = 0; n < NV; ++n) {
     bound[n] = vmax(broadcast(LOWEST<R>), price[n]);
     for (int i = 0; i < N && n * N + i < rows; ++i) {
       row[n][i] = -1;
-      if (bound[n][i] != bound[n][i]) return false;  // a NaN hides the price: all keys count
+      if (bound[n][i] != bound[n][i]) return false;  // NaN among the scores: all keys count
     }
   }
   const R *x = s.x + at * L;
   for (int64_t j = 0; j < keys; ++j)
 #pragma GCC unroll 4
     for (int n = 0; n < NV; ++n) {
-      // Not below: one NaN is found, which is the row's. (At a large score the bound may be rounded up to the best key.)
+      // Not below, instead of above: a NaN is found, and so is the best key where rounding brings the bound of a large
+      // score up to it.
       found.bits[j * NV + n] = (LaneBits<R>)lanes_of((Mask<R>)(~(load(x + j * L + n * N) < bound[n]) & row[n]));
     }
   found.each(keys, [&](int64_t place) {
@@ -68,8 +75,8 @@ bool append_candidates(LinkPanels<R, NV> &s, const Vec<R> *price, int rows, int6
   return true;
 }
 
-// Lists without the keys that lie below the best price by more than `off`. Where x came from 16 bits it is made again, as
-// all other passes make it; then `exact` is given, the largest x of keys before those.
+// Remove keys from the lists whose x is more than `off` below the price bound. Where x came from the prefilter in 16
+// bits, it is computed again as all other passes do; then `exact` is given, the largest x of the keys before those.
 template <class R, int NV>
 void prune_lists(const Problem &p, const Rows<R, NV> &rows, LinkPanels<R, NV> &s, RowSums<R, NV> &sums,
                  const Vec<R> *off, const Vec<R> *exact = nullptr) {
@@ -85,7 +92,7 @@ void prune_lists(const Problem &p, const Rows<R, NV> &rows, LinkPanels<R, NV> &s
       continue;
     }
     const R price_bound = sums.price_bound[i / N][i % N], far = off[i / N][i % N];
-    // Where a null key takes all, the largest score is to be known all the same.
+    // Where a null key takes all of the mass, the largest score must still be found.
     const R bound = min_of(price_bound, (R)sums.top[i / N][i % N]) - far;
     int64_t n = 0;
     for (int64_t k = 0; k < s.length[i]; ++k) {  // without a branch, which would be mispredicted
@@ -102,7 +109,7 @@ void prune_lists(const Problem &p, const Rows<R, NV> &rows, LinkPanels<R, NV> &s
           copy<R>(p.key.data, p.key.type, at, p.key.s3, p.D, spare + u * Dp, 1, (R)1);
           return spare + u * Dp;
         }
-        if (k + FAR < n) {  // the list knows which key comes, the processor cannot
+        if (k + FAR < n) {  // the processor cannot predict which key comes next, but the list is known
           const R *next = (const R *)p.key.data + base + index[k + FAR] * p.key.s2;
           for (int64_t d = 0; d < p.D; d += 64 / (int64_t)sizeof(R)) __builtin_prefetch(next + d);
         }
@@ -119,7 +126,7 @@ void prune_lists(const Problem &p, const Rows<R, NV> &rows, LinkPanels<R, NV> &s
   }
 }
 
-// Lanes filled up with nothing, to the length of the longest.
+// Pad the lists to the length of the longest, which is returned. Entries of the padding have no weight.
 template <class R, int NV> int64_t pad_lists(LinkPanels<R, NV> &s) {
   constexpr int L = Simd<R>::N * NV;
   int64_t longest = 0;
@@ -132,8 +139,8 @@ template <class R, int NV> int64_t pad_lists(LinkPanels<R, NV> &s) {
   return longest;
 }
 
-// to[d] = sum over a row's list of p v (and of w v): each value's row once for both. Values far ahead are called for: the
-// list knows which, the processor cannot.
+// to[d] = the sum of p v over the list of a row, and with BASELINE also the sum of w v: each value is loaded once for
+// both. Values far ahead are prefetched, because the processor cannot predict which key comes next.
 template <class R, bool BASELINE, int U>
 INLINE void sum_listed_part(const R *p, const R *w, const int32_t *index, int64_t step, int64_t n, const R *v,
                             int64_t stride, int64_t ahead, R *to, R *baseline) {
@@ -180,7 +187,7 @@ void sum_listed_values(const R *p, const R *w, const int32_t *index, int64_t ste
   }
 }
 
-// The lists as they are when the price is known, without those that have no weight, for the backward pass.
+// Save the lists for the backward pass once the price is known, without the keys that have no weight.
 template <class R, int NV, class Link>
 void save_sparse_rows(const Problem &p, const Rows<R, NV> &rows, const LinkPanels<R, NV> &s, const RowSums<R, NV> &sums,
                       bool listed, bool prefiltered) {
@@ -195,7 +202,7 @@ void save_sparse_rows(const Problem &p, const Rows<R, NV> &rows, const LinkPanel
     if (i >= rows.n) continue;
     const R anchor = sums.anchor[i / N][i % N], h = sums.h[i / N][i % N];
     const R sum = sums.price_bound[i / N][i % N] + sums.top[i / N][i % N] + anchor + h;
-    room = sum == sum && n + s.length[i] <= lists.room(with_x);  // a NaN is everywhere, and the row's list may be empty
+    room = sum == sum && n + s.length[i] <= lists.room(with_x);  // after a NaN, the list may be empty
     for (int64_t k = 0; k < s.length[i] && room; ++k) {
       const R d = s.list[k * L + i] - anchor + h;
       lists.put(n, s.index[k * L + i]);

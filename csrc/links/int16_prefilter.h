@@ -1,11 +1,12 @@
-// Which keys a row may give weight to, found with numbers of 16 bits.
+// A prefilter in 16 bits: which keys may have weight in a row.
 //
-// Where few keys have weight, all that most scores are for is to be compared with a price. Products of 16-bit integers are
-// faster than those of floats, and how far they are off is known: with q = q' + e and k = k' + f (q', k' what the integers
-// stand for)
-//   |<q, k> - <q', k'>| <= |e| |k| + |q'| |f|,
-// so that no key is missed but those that floats might miss. Those found get their score in floats.
-// Integers are multiples of a grain, one for each row and one for each block of keys. Two neighbours in d share a lane.
+// Where few keys have weight, most scores are computed only to be compared with the price. Products of 16-bit integers
+// are faster than those of floats, and their error is bounded: with q = q' + e and k = k' + f, where q' and k' are the
+// rounded vectors,
+//   |<q, k> - <q', k'>| <= |e| |k| + |q'| |f|.
+// So the prefilter finds every key that products of floats would find. Those found get their score in floats
+// afterwards. A rounded number is an integer times a step, the grain: one for each row, and one for each block of keys.
+// Lanes are rows, and each lane of 32 bits has two neighbours in d.
 #pragma once
 #include <math.h>
 
@@ -14,13 +15,14 @@
 
 namespace {
 
-constexpr int64_t PREFILTER_KEYS = 96;  // a block: keys that share a grain, from a multiple of this on
-constexpr int PREFILTER_TILE = 3;       // keys x 3 vectors of rows: one more would not fit 16 registers
+constexpr int64_t PREFILTER_KEYS = 96;  // keys of a block, which share a grain; blocks begin at multiples of this
+constexpr int PREFILTER_TILE = 3;       // keys x 3 vectors of rows: one more would not fit into 16 registers
 
 #if defined(__x86_64__)
 constexpr bool HAS_PREFILTER = true;
 using Ints = Mask<float>;
-// a + the sum of the two products in each lane. Not to be reassociated, which would take more registers than there are.
+// a + the sum of the two products in each lane. The empty `asm` keeps the compiler from reassociating the sums, which
+// would take more registers than there are.
 INLINE Ints add_pairs(Ints a, Ints x, Ints y) {
 #if defined(__AVX512BW__)
   a += (Ints)_mm512_madd_epi16((__m512i)x, (__m512i)y);
@@ -41,14 +43,14 @@ INLINE Ints add_pairs(Ints a, Ints, Ints) { return a; }
 #endif
 
 INLINE int64_t int16_pairs_of(int64_t D) { return (D + 1) / 2; }
-// The largest integer of which D squares still fit 31 bits.
+// The largest integer such that the sum of D of its squares fits into 31 bits.
 INLINE float levels(int64_t D) { return floorf(min_of(32767.0f, sqrtf(2.1e9f / (float)(2 * int16_pairs_of(D))))); }
 
 struct Grain {
-  float size;        // what 1 stands for; NaN where a number, or the length, is not finite
-  float norm, lost;  // the length of the row (the longest of a block), and of what rounding took from it
+  float size;        // the step; NaN if a number or the length is not finite
+  float norm, lost;  // the length of the row (or of the longest of a block), and of its rounding error
 };
-INLINE float grain_of(float top, int64_t D) { return max_of(top / levels(D), 1.2e-38f); }  // with an inverse
+INLINE float grain_of(float top, int64_t D) { return max_of(top / levels(D), 1.2e-38f); }  // 1/grain is finite
 
 INLINE float largest(const float *from, int64_t D) {  // of the absolute values; NaN if one is not finite
   constexpr int N = Simd<float>::N;
@@ -64,8 +66,8 @@ INLINE float largest(const float *from, int64_t D) {  // of the absolute values;
   return top + check;
 }
 
-// D numbers as integers of one grain, and the squares of what they are and of what rounding takes, in grains: none of these
-// is too large or too small for a float.
+// Round D numbers to integers of one grain. `norm` and `lost` are the sums of squares of the numbers and of the
+// rounding errors, in grains: so neither overflows or underflows.
 INLINE void round_row(const float *from, int64_t D, float size, int16_t *to, float &norm, float &lost) {
   constexpr int N = Simd<float>::N;
   typedef int16_t Half __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
@@ -86,20 +88,20 @@ INLINE void round_row(const float *from, int64_t D, float size, int16_t *to, flo
   }
 }
 
-// A head's keys in 16 bits.
+// The keys of a head in 16 bits.
 struct PrefilterKeys {
-  int16_t *keys;  // [Tk][2 words]
-  Grain *grains;  // of the blocks
+  int16_t *keys;  // [Tk][2 pairs]
+  Grain *grains;  // one for each block
 
   static int64_t blocks(const Problem &p) { return (p.Tk + PREFILTER_KEYS - 1) / PREFILTER_KEYS; }
-  static int64_t bytes(const Problem &p) {  // of one head
+  static int64_t bytes(const Problem &p) {  // for one head
     const int64_t size = p.Tk * int16_pairs_of(p.D) * 4 + blocks(p) * (int64_t)sizeof(Grain);
     return (size + 63) / 64 * 64;
   }
   PrefilterKeys(const Problem &p, char *at)
       : keys((int16_t *)at), grains((Grain *)(at + p.Tk * int16_pairs_of(p.D) * 4)) {}
 
-  // Block g; `spare` has room for its keys.
+  // Round block g; `spare` has room for its keys.
   void fill(const Problem &p, int64_t b, int64_t kv, int64_t g, float *spare) const {
     const int64_t first = g * PREFILTER_KEYS, n = min_of(PREFILTER_KEYS, p.Tk - first), width = 2 * int16_pairs_of(p.D);
     int64_t stride;
@@ -127,7 +129,8 @@ struct PrefilterKeys {
   }
 };
 
-// panel[j][L]: sums of products of at[words][L] with key j; bits[j * NV + n]: the lanes where that is above their bound.
+// panel[j][L] = the products of key j and the rows at[pairs][L]; bits[j * NV + n] = the lanes where they are above
+// their bound.
 template <int NV, class Bits>
 __attribute__((noinline)) void compare_int16(const int32_t *at, const int16_t *k, int64_t words, int64_t keys,
                                              const Ints *bound, int32_t *panel, Bits *bits) {
@@ -163,14 +166,14 @@ __attribute__((noinline)) void compare_int16(const int32_t *at, const int16_t *k
   for (; j < keys; ++j) tile(j, Constant<1>());
 }
 
-// A block of rows in 16 bits: lanes are rows, [words][L].
+// A block of rows in 16 bits: lanes are rows, [pairs][L].
 template <int NV> struct PrefilterRows {
   static constexpr int N = Simd<float>::N, L = N * NV;
   using V = Vec<float>;
   int32_t *pairs;
   float size[L], norm[L], lost[L];  // see Grain
 
-  // From rows of D; `spare` has room for one more. False if a number or a length is not finite.
+  // Round n rows of D elements; `spare` has room for one. Returns false if a number or a length is not finite.
   bool fill(const float *q, int64_t stride, int64_t n, int64_t D, int16_t *spare) {
     const int64_t words = int16_pairs_of(D);
     memset(spare, 0, words * 4), memset(pairs, 0, words * L * 4);
@@ -187,13 +190,14 @@ template <int NV> struct PrefilterRows {
     return true;
   }
 
-  // How far products with a block's keys may be off, at most so far, goes to `off`. Rows whose exact product with key j
-  // may reach a price that itself was found from such products get their bit in found[j * NV + n]; lanes from n on never.
+  // `off` becomes the largest error so far of products with the keys of a block. Lane bits in found[j * NV + n] are set
+  // for the rows whose exact product with key j may reach the price, where the price itself may be off as much. Lanes
+  // from n on are never set.
   template <class Bits>
   void find(const Grain &keys_grain, int64_t D, const int16_t *k, int64_t keys, const V *price, int64_t n, V *off,
             int32_t *panel, Bits *found) const {
     const int64_t words = int16_pairs_of(D);
-    const float floats = (float)(D + 8) * 1.2e-7f * keys_grain.norm;  // times a row's length: what they lose
+    const float floats = (float)(D + 8) * 1.2e-7f * keys_grain.norm;  // times a row's length: the error in float
     Ints bound[NV];
     for (int v = 0; v < NV; ++v) {
       const V e = load(lost + v * N), whole = load(norm + v * N) + e;
@@ -201,7 +205,7 @@ template <int NV> struct PrefilterRows {
       off[v] = vmax(off[v], here);
       const V least_sum = (price[v] - off[v] - here) / (load(size + v * N) * keys_grain.size);
       const V sum = -vmax(broadcast(-3e9f), -vmax(broadcast(-3e9f), least_sum));
-      // A little less. All sums lie within +-2.1e9, and where this one is no number all of them may reach it.
+      // A little lower, for rounding. All products are within +-2.1e9. Where the bound is NaN, every key is found.
       const V limit = -vmax(broadcast(-2.14e9f), -vmax(broadcast(-2.14e9f), sum - 1.0f - 1e-6f * vmax(sum, -sum)));
       bound[v] = __builtin_convertvector(sum == sum ? limit : broadcast(-2.14e9f), Ints);
       for (int i = 0; i < N; ++i)

@@ -1,15 +1,15 @@
-// Forward, regularisers with a link (links.h): the row's price must be found before a weight is known.
+// Forward pass of regularizers with a link (links.h): the price of a row is solved for before its weights are known.
 //
 //   for each block of L rows (lanes):
-//     x <- Q K^T of all keys that some row may read, as one panel [keys][L] (a thread's own: O(T) memory)
-//     h <- Newton's method on what the keys take at headroom h, all rows at once
-//     p <- weights, with all statistics, and w, the weights of the gradient's centre
+//     x <- Q K^T of all keys that some row may read, as one panel [keys][L] (one per thread: O(T) memory)
+//     h <- Newton's method on the mass at headroom h, all rows at once (price_search.h)
+//     p <- weights and statistics, and w, the weights of the gradient's baseline (link_weights.h)
 //     O <- P^T V
-// Where few keys have weight, each row has a list of its own instead. The price only rises as keys are added: solved for
-// the first keys it is a bound, and later keys below it are left out as they come; the bound is raised whenever their
-// number has doubled. Lists are lanes of a shorter panel, so that the same code serves both. Each block of rows chooses by
-// itself. Where x is the product alone, most of these products are made in 16 bits (screen.h).
-// Free marginals know their price: there the panel is one block of keys, and there is no search.
+// Where few keys have weight, each row has a list instead (candidate_lists.h). The price only rises as keys are added.
+// So the price of the first keys is a bound: later keys below it are left out as they come. The bound is raised
+// whenever the number of keys has doubled. Each block of rows decides on its own. Where x is the product alone, most of
+// these products are computed in 16 bits (int16_prefilter.h). Rows of a free marginal have a given price: there the
+// panel is one block of keys, and there is no search.
 #pragma once
 #pragma once
 #include "engine/threads.h"
@@ -19,7 +19,7 @@
 
 namespace {
 
-// One block of rows, from queries to results. `prefilter_keys`: the head's keys in 16 bits, if they are to be screened.
+// One block of rows, from queries to results. `prefilter_keys`: the keys of the head in 16 bits, or null.
 template <class R, int NV, class Link>
 void attend_link(const Problem &p, const Terms &terms, const RequestedLinkStatistics &want, const Rows<R, NV> &rows,
                  LinkPanels<R, NV> &s, RowSums<R, NV> &sums, const PrefilterKeys *prefilter_keys) {
@@ -39,7 +39,7 @@ void attend_link(const Problem &p, const Terms &terms, const RequestedLinkStatis
   rows.transpose(p.query, p.D, s.qt, [&](int i) { return rows.factor(p, terms, i); });
   s.rows = s.n_segments = 0;
   R *const w_panel = want.baseline_value ? s.w : nullptr;
-  const auto finish_segment = [&](const typename LinkPanels<R, NV>::Segment &segment) {  // weigh, and P^T V
+  const auto finish_segment = [&](const typename LinkPanels<R, NV>::Segment &segment) {  // weights, and P^T V
     R *x = s.x + segment.at * L;
     const R *prior = s.prior ? s.prior + segment.at * L : nullptr;
     compute_weights(p, want, rows, link, sums, segment.first, nullptr, segment.keys, x, prior, w_panel);
@@ -97,7 +97,7 @@ void attend_link(const Problem &p, const Terms &terms, const RequestedLinkStatis
         if constexpr (sizeof(R) == 4 && NV == 3)
           if (listed && prefilter_keys) {
             prefiltered = list_by_prefilter(p, terms, want, rows, link, *prefilter_keys, first + keys, s, sums);
-            prefilter_keys = nullptr;  // only once
+            prefilter_keys = nullptr;  // tried once only
           }
       }
     }
@@ -160,30 +160,32 @@ void attend_link(const Problem &p, const Terms &terms, const RequestedLinkStatis
 template <class R, int NV> void run_forward_link(const Problem &p) {
   const Terms terms(p);
   const RequestedLinkStatistics want(p, terms);
-  const LinkPartition<R, NV> cut(p);
-  char *scratch = scratch_of(p), *prefilters = scratch + p.threads * cut.thread_bytes(p);
-  const int64_t heads = p.B * p.Hkv, at_once = cut.prefiltered_heads(p), units = cut.units / heads;  // of one head
+  const LinkPartition<R, NV> partition(p);
+  char *scratch = scratch_of(p), *prefilters = scratch + p.threads * partition.thread_bytes(p);
+  const int64_t heads = p.B * p.Hkv, at_once = partition.prefiltered_heads(p),
+                units = partition.units / heads;  // of one head
   for (int64_t head = 0; head < heads; head += at_once ? at_once : heads) {
     const int64_t some = at_once ? min_of(at_once, heads - head) : heads;
     if constexpr (sizeof(R) == 4) {
-      // Keys that some row may read, as far as the band says.
+      // The blocks of keys that some row may read by its band.
       const int64_t low = max_of((int64_t)0, p.offset - p.left), high = min_of(p.Tk, p.offset + p.Tq + p.right);
       const int64_t from = low / PREFILTER_KEYS,
                     key_blocks = max_of((int64_t)0, (high - 1) / PREFILTER_KEYS + 1 - from);
       parallel(p.threads, at_once ? some * key_blocks : 0, [&](int64_t job, int64_t thread) {
-        Arena arena{scratch + thread * cut.thread_bytes(p)};
+        Arena arena{scratch + thread * partition.thread_bytes(p)};
         const int64_t h = head + job / key_blocks;
         const PrefilterKeys prefilter(p, prefilters + (h - head) * PrefilterKeys::bytes(p));
         prefilter.fill(p, h / p.Hkv, h % p.Hkv, from + job % key_blocks, arena.take<float>(PREFILTER_KEYS * p.D));
       });
     }
-    parallel(p.threads, some * units * cut.blocks, [&](int64_t job, int64_t thread) {
-      Arena arena{scratch + thread * cut.thread_bytes(p)};
+    parallel(p.threads, some * units * partition.blocks, [&](int64_t job, int64_t thread) {
+      Arena arena{scratch + thread * partition.thread_bytes(p)};
       Rows<R, NV> &rows = *arena.take<Rows<R, NV>>(1);
       RowSums<R, NV> &sums = *arena.take<RowSums<R, NV>>(1);
-      LinkPanels<R, NV> panels = cut.panels(p, terms, arena);
-      const int64_t unit = job / cut.blocks;
-      cut.place_block(p, rows, head * units + unit, cut.blocks - 1 - job % cut.blocks);  // longest rows first
+      LinkPanels<R, NV> panels = partition.panels(p, terms, arena);
+      const int64_t unit = job / partition.blocks;
+      partition.place_block(p, rows, head * units + unit,
+                            partition.blocks - 1 - job % partition.blocks);  // longest rows first
       const PrefilterKeys prefilter(p, prefilters + unit / units * PrefilterKeys::bytes(p));
       with_link<R>(p, [&](auto tag) {
         attend_link<R, NV, typename decltype(tag)::Link>(p, terms, want, rows, panels, sums,

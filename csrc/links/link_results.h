@@ -1,11 +1,12 @@
-// LINK RESULTS
+// From the sums of a row to its dual, statistics and the factors of its output.
 #pragma once
 #include "links/link_workspace.h"
 #include "links/links.h"
 
 namespace {
 
-// From sums to results, one row at a time: statistics.py's definitions. `read`: each row may read some key.
+// The definitions of statistics.py, one row at a time. `read`: whether every row may read some key. share,
+// baseline_share: the factors on the sums of p v and of w v.
 template <class R, int NV, class Link>
 void write_link_results(const Problem &p, const Terms &terms, const RequestedLinkStatistics &want,
                         const Rows<R, NV> &rows, const Link &link, const RowSums<R, NV> &sums, bool read, R *share,
@@ -20,7 +21,7 @@ void write_link_results(const Problem &p, const Terms &terms, const RequestedLin
     const bool free = p.marginal == regard::FREE, sink = p.marginal == regard::SINK;
     const bool relax = p.marginal == regard::RELAX;
     const R top = sums.top[n][lane];
-    // A NaN among the weights, or no score above -inf (which a mask may bring to the lowest number): 0/0.
+    // Invalid: NaN among the weights, or no score above -inf (a float mask may bring it to the lowest number): 0/0.
     bool invalid = mass != mass || top != top;
     if (p.marginal == regard::ROWS && top <= LOWEST<R>)
       invalid |= top == -INF<R> ? read : !rows.finite(p.query, p.D, i);
@@ -31,7 +32,7 @@ void write_link_results(const Problem &p, const Terms &terms, const RequestedLin
                                  p.spread};
       share[i] = baseline_share[i] = NOT_A_NUMBER<R>;
       for (int64_t result : results) put(result, at, share[i]);
-      if (free) put(p.dual, at, -level);  // which is given
+      if (free) put(p.dual, at, -level);  // the dual of a free row is given
       continue;
     }
     const bool prior_only = sums.prior_only[n][lane], keys = top > -INF<R>;
@@ -46,7 +47,7 @@ void write_link_results(const Problem &p, const Terms &terms, const RequestedLin
     const R prior_offset = sums.prior_offset[n][lane],
             y = prior_only ? exp2_of((sums.share[n][lane] - prior_offset) * rows.power[i]) : 0;
     const R dual = !some ? -INF<R> : free ? -level : prior_only ? -y / c : (anchor - h - Link::ORIGIN) / c;
-    // What rounding of the price left over is shared in proportion.
+    // The rounding error of the price is distributed in proportion to the weights.
     const R all_mass = mass + null;
     R scale = (free || relax || !(all_mass > 0)) ? 1 : (R)p.mass / all_mass;
     share[i] = scale;
@@ -60,7 +61,7 @@ void write_link_results(const Problem &p, const Terms &terms, const RequestedLin
     R kappa = 0;
     if (relax && some) kappa = tau * exp_of(dual / level) / level;
     const R slope = sums.slope[n][lane] + null_w + kappa;
-    baseline_share[i] = slope > TINY<R> ? 1 / slope : 0;  // the inverse of less is no number
+    baseline_share[i] = slope > TINY<R> ? 1 / slope : 0;  // the inverse of a smaller slope would overflow
     const R total = all_mass > 0 ? all_mass : 1;
     R entropy = 0;
     if (want.entropy && all_mass > 0) {
@@ -71,7 +72,7 @@ void write_link_results(const Problem &p, const Terms &terms, const RequestedLin
       entropy = entropy < 0 ? 0 : entropy;
       put(p.entropy, at, entropy);
       if (want.baseline_log) {
-        // With the mass as the backward pass knows it, not as it was summed: there the two meet.
+        // With the mass that the backward pass uses, not the one that was summed: the two must cancel there.
         const R w_sum = sums.slope[n][lane] + null_w, sent = relax ? exp_of(-dual / level) : 1 / (R)p.mass;
         R sum = sums.wlog[n][lane] + null_w * log_null + (entropy + log_of(most_p * sent)) * w_sum;
         if (!(sent < INF<R>)) sum = 0;
@@ -102,7 +103,7 @@ void write_link_results(const Problem &p, const Terms &terms, const RequestedLin
       } else {
         R energy = sums.energy[n][lane];
         if (null > 0) energy += null * (null_x + h + Link::ORIGIN);
-        value = tau / alpha * energy;  // of the dual: there the price's own error hardly counts
+        value = tau / alpha * energy;  // the value of the dual problem, which hardly depends on the error of the price
         if (relax) value += level * ((some ? exp_of(dual / level) : 0) - 1);
         if (sink || p.marginal == regard::ROWS) value += (R)p.mass * dual;
         if (prior_only) value = -tau * (R)p.mass * y / (alpha * (alpha - 1));

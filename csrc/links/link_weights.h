@@ -1,12 +1,12 @@
-// WEIGHTS
+// Weights at the price that was found, and the sums over them that statistics need.
 #pragma once
 #include "links/link_workspace.h"
 #include "links/links.h"
 
 namespace {
 
-// p log p and w log p of a piece of the panel. Logarithms are measured from the heaviest weight so far: in a row of many
-// like keys, or of next to no mass, their sums would lose digits.
+// Sums of p log p and w log p over a piece of the panel. Logarithms are relative to the heaviest weight so far:
+// otherwise their sums would lose digits in a row of many similar keys, or of very little mass.
 template <class R, int NV>
 void add_logs(RowSums<R, NV> &sums, int n, Vec<R> top, int64_t from, int64_t to, const R *p, const R *w) {
   using V = Vec<R>;
@@ -24,9 +24,10 @@ void add_logs(RowSums<R, NV> &sums, int n, Vec<R> top, int64_t from, int64_t to,
   sums.heaviest[n] = heaviest;
 }
 
-// Final weights of `keys` panel rows, in place, with the statistics; w apart if the gradient's centre is wanted.
-// Row j is key first + j, or where `index` is given, in each lane its own. In pieces, whose sums are made apart and then
-// added: shorter chains of rounding.
+// The weights of `keys` panel rows, in place, with the sums of the statistics. w_panel receives w if the gradient's
+// baseline is requested, else it is null. Row j is key first + j or, if `index` is given, a key of its own in each
+// lane. The sums over pieces are computed on their own and then added, which makes the chains of rounding errors
+// shorter.
 template <class R, int NV, class Link>
 void compute_weights(const Problem &p, const RequestedLinkStatistics &want, const Rows<R, NV> &rows, const Link &link,
                      RowSums<R, NV> &sums, int64_t first, const int32_t *index, int64_t keys, R *x, const R *prior,
@@ -37,7 +38,7 @@ void compute_weights(const Problem &p, const RequestedLinkStatistics &want, cons
   for (int n = 0; n < NV; ++n) {
     const V h = sums.h[n], anchor = sums.anchor[n], reference = sums.reference[n];
     const auto compute_piece = [&](int64_t from, int64_t to, auto bare) __attribute__((always_inline)) {
-      constexpr bool BARE = decltype(bare)::value;  // nothing but the weights is wanted
+      constexpr bool BARE = decltype(bare)::value;  // only the weights are requested
       V mass = {}, slope = {}, y1 = {}, y2 = {}, energy = {}, soft = {}, log_prior = {}, top = {};
       for (int64_t j = from; j < to; ++j) {
         const int64_t at = j * L + n * N;
@@ -50,7 +51,7 @@ void compute_weights(const Problem &p, const RequestedLinkStatistics &want, cons
         if (!BARE && sums.some_prior_only) {
           const V own = d == d ? exp2_bounded(load(prior + at) - sums.prior_offset[n] + sums.share[n]) : d;
           q = sums.prior_only[n] ? own : q;
-          w = sums.prior_only[n] ? own : w;  // but for a factor
+          w = sums.prior_only[n] ? own : w;  // up to a factor
         }
         mass += q, slope += w;
         store(x + at, q);
@@ -97,7 +98,7 @@ void compute_weights(const Problem &p, const RequestedLinkStatistics &want, cons
     }
     if (want.top)
       for (int64_t j = 0; j < keys; ++j) sums.heaviest[n] = vmax(sums.heaviest[n], load(x + j * L + n * N));
-    if (want.first && keys) {  // lists are in order of the keys
+    if (want.first && keys) {  // lists are in increasing order of the keys
       for (int i = 0; i < N; ++i)
         if (index ? index[n * N + i] == 0 : first == 0) sums.first[n][i] = x[n * N + i];
     }

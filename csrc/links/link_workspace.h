@@ -1,4 +1,9 @@
-// WORKSPACE
+// What the forward pass of the links works on: the sums of each row, the panels of a thread, and how the work is
+// partitioned.
+//
+// x is measured as in rows.h. The price of a row is also an x: a key has weight where its x is above. In the search, x
+// is measured from the anchor, the x of the best key, and the unknown is the headroom h = anchor - price - ORIGIN
+// (links.h).
 #pragma once
 #include "engine/arena.h"
 #include "engine/partition.h"
@@ -6,16 +11,16 @@
 
 namespace {
 
-// A row's weights are kept in a list where at most this share of the keys has some: below it a sum over the list is
-// faster than a product with every key.
+// A block of rows turns to lists where at most this share of the keys has weight: below it, sums over lists are faster
+// than products with every key.
 constexpr double SPARSE_SHARE = 0.2;
-constexpr int64_t PANEL_KEYS = 96;                     // keys per block
-constexpr int64_t SAMPLE = 16;                         // one key in so many makes a first guess of the price
-constexpr int64_t STAGE = 2 * PANEL_KEYS;              // keys after which the price is solved for the first time
-constexpr int64_t PREFILTER_BYTES = (int64_t)1 << 25;  // bytes for keys in 16 bits, or one head's
-constexpr int64_t PREFILTER_BLOCKS = 4;                // blocks of rows that make it worth while to round a head's keys
+constexpr int64_t PANEL_KEYS = 96;         // keys per block
+constexpr int64_t SAMPLE = 16;             // one key in so many is in the sample that gives a first guess of the price
+constexpr int64_t STAGE = 2 * PANEL_KEYS;  // keys after which the price is solved for the first time
+constexpr int64_t PREFILTER_BYTES = (int64_t)1 << 25;  // for keys in 16 bits; one head is always held
+constexpr int64_t PREFILTER_BLOCKS = 4;  // blocks of rows from which on rounding the keys of a head pays off
 
-struct RequestedLinkStatistics {  // what a call wants besides output and price
+struct RequestedLinkStatistics {  // what a call requests besides output and dual
   bool entropy, moments, energy, collision, top, support, admissible, first, spread, drop, prior_mass, log_prior, soft;
   bool baseline_value, baseline_log;
   RequestedLinkStatistics(const Problem &p, const Terms &terms) {
@@ -29,19 +34,19 @@ struct RequestedLinkStatistics {  // what a call wants besides output and price
   }
 };
 
-// Sums over a row's keys.
+// What is known of each row of a block: the search, then the sums over its keys.
 template <class R, int NV> struct RowSums {
   using V = Vec<R>;
-  V anchor[NV], single_key_price[NV];  // x of the key that would pay most alone, and what it would pay
-  V price_bound[NV];                   // a price that the row's is not below, as an x
+  V anchor[NV], single_key_price[NV];  // x of the key that alone would have the highest price, and that price
+  V price_bound[NV];                   // a lower bound of the price
   V top[NV], h[NV];                    // the largest x; the headroom: price = anchor - h - ORIGIN
-  V low[NV], high[NV], width[NV];      // of the search: the bracket of h
-  V null_x[NV], level[NV];             // the null key, from the anchor; the marginal's parameter
+  V low[NV], high[NV], width[NV];      // the bracket of h in the search, and its next width
+  V null_x[NV], level[NV];             // the null key, relative to the anchor; the parameter of the marginal
   Mask<R> done[NV];
   V mass[NV], slope[NV];         // sums of p and w
-  V plog[NV], wlog[NV];          // of p log p and w log p, with logarithms from the heaviest weight's
-  V y1[NV], y2[NV], energy[NV];  // of p x, p x^2 (x from the reference), p y
-  V reference[NV];               // where x is measured from: the anchor; free rows, the largest x so far
+  V plog[NV], wlog[NV];          // of p log p and w log p, where logarithms are relative to that of the heaviest weight
+  V y1[NV], y2[NV], energy[NV];  // of p x, p x^2 (x relative to the reference), p y
+  V reference[NV];               // what x is relative to, on top of the anchor: 0; in free rows, the largest x so far
   V collision[NV], heaviest[NV], support[NV], admissible[NV], first[NV], spread[NV], soft[NV];
   V prior_top[NV], prior_sum[NV], log_prior[NV];
   Mask<R> prior_only[NV];  // see find_prior_only_rows
@@ -49,23 +54,23 @@ template <class R, int NV> struct RowSums {
   bool some_prior_only;
 };
 
-template <class R, int NV> struct LinkPanels {  // a thread's panels for one block of rows
+template <class R, int NV> struct LinkPanels {  // the panels of one thread for one block of rows
   static constexpr int L = Simd<R>::N * NV;
   R *x, *prior, *w, *bias, *spare, *gate, *k_spare, *v_spare, *qt, *ot, *baseline_t;
-  R *list, *list_prior;  // the rows' lists: x, log-prior and key of each candidate
+  R *list, *list_prior;  // the lists of the rows: x, log-prior and key of each candidate
   int32_t *index;
   int32_t length[L];
-  R *q;  // the rows' queries in whole vectors, and in 16 bits: for keys that are screened (screen.h)
+  R *q;  // the queries of the rows in whole vectors; and in 16 bits, for the prefilter
   PrefilterRows<NV> coarse;
   int16_t *coarse_spare;
-  int32_t *sums;    // of 16 bits, [keys][L]
-  int32_t *picked;  // one list's keys
+  int32_t *sums;    // products in 16 bits, [keys][L]
+  int32_t *picked;  // the keys of one list
   uint8_t *live;
   struct Segment {
-    int64_t first, keys, at;  // keys first ... first + keys - 1 are the panel's rows from `at`
+    int64_t first, keys, at;  // keys first ... first + keys - 1 are the panel's rows from `at` on
     bool partly;
   } *segments;
-  int64_t n_segments, rows, room;  // room: of a list
+  int64_t n_segments, rows, room;  // room: entries that a list may have
 };
 
 template <class R, int NV> struct LinkPartition : WorkPartition<R, NV> {
@@ -78,19 +83,19 @@ template <class R, int NV> struct LinkPartition : WorkPartition<R, NV> {
   }
   int64_t list_rows() const { return span / 3 + 1; }
   int64_t segments() const { return span / PANEL_KEYS + 2; }
-  // Whether keys are screened: where rows may have lists before they have seen all keys, and x is the product alone.
+  // Whether the prefilter is used: rows may turn to lists before they have seen all keys, and x is the product alone.
   bool uses_prefilter(const Problem &p) const {
     const Terms terms(p);
     const bool rows = p.marginal == regard::ROWS || p.marginal == regard::SINK, folded = terms.folded && !terms.prior;
     const bool many = span > 4 * STAGE && units / (p.B * p.Hkv) * blocks >= PREFILTER_BLOCKS;
     return HAS_PREFILTER && sizeof(R) == 4 && NV == 3 && rows && folded && many;
   }
-  // Heads whose keys are in 16 bits at a time.
+  // How many heads have their keys in 16 bits at a time.
   int64_t prefiltered_heads(const Problem &p) const {
     return uses_prefilter(p) ? min_of(p.B * p.Hkv, PREFILTER_BYTES / PrefilterKeys::bytes(p) + 1) : 0;
   }
   int64_t thread_bytes(const Problem &p) const {
-    const int64_t copies = Terms(p).prior ? 2 : 1;  // x, and the prior beside it
+    const int64_t copies = Terms(p).prior ? 2 : 1;  // x, and the prior if there is one
     const int64_t numbers = L * (copies * span + 4 * PANEL_KEYS + p.D + 2 * p.Dv) + PANEL_KEYS * (p.D + p.Dv);
     const int64_t prefilter = uses_prefilter(p) ? (L + 1) * int16_pairs_of(p.D) * 4 + PANEL_KEYS * L * 4 + 256 : 0;
     const int64_t lists = p.marginal == regard::FREE ? 0 : list_rows() * L;

@@ -1,22 +1,29 @@
-// Regularisers other than KL, each by its link: p = pi g(t), w = pi g'(t), t = (s - lambda)/tau.
+// Regularizers other than KL, each given by its link g: p = pi g(t) and w = dp/dt = pi g'(t), with t = (s -
+// lambda)/tau, where lambda is the price of the row.
 //
-// Tsallis: g(t) = y^beta with y = (alpha - 1) t where positive, beta = 1/(alpha - 1), and g'(t) = y^(beta - 1). The
-// kernels work in x = (alpha - 1) s/tau, measured from the row's anchor, and with the row's headroom h: y = x + h + ORIGIN.
-// ORIGIN is 1 near alpha = 1, where y is all but 1 and what counts is its distance from 1.
-// Fermi-Dirac: g is the sigmoid; x = log2(e) s/tau, and x + h is t in base 2.
+// Tsallis: g(t) = y^beta with y = (alpha - 1) t where positive, else 0; beta = 1/(alpha - 1); g'(t) = y^(beta - 1). The
+// kernels compute with x = (alpha - 1) s/tau relative to the anchor of the row and with its headroom h: y = x + h +
+// ORIGIN. ORIGIN is 1 for alpha near 1 (`Problem::centred`), where y is close to 1 and its distance from 1 is what
+// matters; else it is 0. Fermi-Dirac: g is the sigmoid; x = log2(e) s/tau, and x + h is t in base 2.
 #pragma once
 #include "engine/rows.h"
 #include "engine/vector_math.h"
 
 namespace {
 
-// Each link: `at` gives p and w (without the prior) at x + h; `of_row` has one row in all lanes. Those whose price is to be
-// found (PRICED) have also `rise`, Newton's step in h that brings taken = r * mass to the mass, times slope/mass, in the
-// power of the mass in which the equation is straight (theory: the norm form); `headroom`, the h at which one key takes the
-// mass; beta; and `inside`, whether a key has weight (which may be too small for a number). CONVEX: a step from above stays
-// above.
-// Where all of a row's priors are tiny, y is large: y meets one root of the prior before it meets the other, and a prior
-// itself may be smaller than the smallest number.
+// What a link has:
+//   at           p and w, without the prior, at d = x + h
+//   times_prior  the same times the prior, which is given as its logarithm in base 2
+//   of_row       the link with the parameters of one row in all lanes
+// Links whose price must be solved for (PRICED) also have:
+//   newton_step  the step of Newton's method in h from mass r * target to the target, times slope/target; it is taken
+//                on the power of the mass in which the equation is closest to linear
+//   headroom     the h at which one key alone has the mass
+//   beta         the exponent
+//   has_weight   whether a key has weight, even one that is too small for a number
+//   CONVEX       whether a step that begins above the solution stays above
+// Where all priors of a row are tiny, y is large. So y is multiplied by one root of the prior and then by the other: a
+// prior itself may be below the smallest number.
 template <class R> struct Sparsemax {  // alpha = 2
   using V = Vec<R>;
   static constexpr bool PRICED = true, CONVEX = true;
@@ -24,7 +31,7 @@ template <class R> struct Sparsemax {  // alpha = 2
   template <int NV> Sparsemax(const Rows<R, NV> &) {}
   INLINE Sparsemax of_row(int, int) const { return *this; }
   INLINE Mask<R> has_weight(V d) const { return d > 0; }
-  INLINE void at(int, V d, V &p, V &w) const { p = vmax(V{}, d), w = d > 0 ? broadcast((R)1) : p; }  // p: 0 or NaN
+  INLINE void at(int, V d, V &p, V &w) const { p = vmax(V{}, d), w = d > 0 ? broadcast((R)1) : p; }  // p: 0, NaN
   INLINE void times_prior(int n, V d, V log_prior, V &p, V &w) const {
     const V root = root_of(log_prior);
     at(n, d, p, w);
@@ -55,7 +62,7 @@ template <class R> struct Entmax {  // alpha = 1.5
   INLINE V beta(int) const { return broadcast((R)2); }
 };
 
-// Any alpha; its value may differ from row to row.
+// Any alpha, which may differ from row to row.
 template <class R, int FROM> struct Power {
   using V = Vec<R>;
   static constexpr bool PRICED = true, CONVEX = false;
@@ -76,7 +83,7 @@ template <class R, int FROM> struct Power {
     return (R)LOG2E * (ORIGIN ? vlog1p(in ? d : V{}) : vlog(in ? d : broadcast((R)1)));
   }
   INLINE void at(int n, V d, V &p, V &w) const { times_prior(n, d, V{}, p, w); }
-  // In one exponential each: y^beta may be anything.
+  // One exponential each, because y^beta alone may overflow.
   INLINE void times_prior(int n, V d, V log_prior, V &p, V &w) const {
     const Mask<R> in = has_weight(d) & (log_prior > -INF<R>);
     const V log_y = log2_y(d, in), log_p = beta_[n] * log_y + log_prior;
@@ -87,7 +94,7 @@ template <class R, int FROM> struct Power {
   INLINE V newton_step(int n, V r) const {
     const V e = inverse[n] * vlog(vmax(broadcast(TINY<R>), r)), f = exp2_bounded((R)LOG2E * e);
     const V series = e * ((R)1 + e * (R)0.5 * ((R)1 + e * (R)(1.0 / 3) * ((R)1 + e * (R)0.25 * ((R)1 + e * (R)0.2))));
-    const V f_less_1 = ((e < (R)1e-2) & (e > (R)-1e-2)) ? series : f - (R)1;  // f itself is too near 1 there
+    const V f_less_1 = ((e < (R)1e-2) & (e > (R)-1e-2)) ? series : f - (R)1;  // f itself is too close to 1 there
     return -f_less_1 * r / f;
   }
   INLINE V headroom(int n, V mass) const {
@@ -111,7 +118,7 @@ template <class R> struct Sigmoid {  // with a free marginal only
   }
 };
 
-// f(link type's tag) with the link that the call's alpha asks for.
+// Call f with the tag of the link that the call's alpha and family select.
 template <class L> struct Tag {
   using Link = L;
 };

@@ -1,11 +1,11 @@
-// PREFILTERED
+// Fill the lists of candidates by the prefilter in 16 bits (int16_prefilter.h); and scores of a block of keys.
 #pragma once
 #include "engine/gate.h"
 #include "links/price_search.h"
 
 namespace {
 
-// How many keys each row may read.
+// Count the keys that each row may read; gate: null where it is open.
 template <class R, int NV> void count_admissible(RowSums<R, NV> &sums, int64_t keys, const R *gate) {
   constexpr int N = Simd<R>::N, L = N * NV;
   for (int n = 0; n < NV; ++n) {
@@ -29,9 +29,9 @@ void score_block(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, 
     for (int64_t j = 0; j < keys; ++j) top[n] = vmax(top[n], load(x + j * L + n * N));
 }
 
-// Fill the rows' lists from key `from` to the end, by products in 16 bits (screen.h) where all rows may read the keys that
-// share a grain: nothing depends on what others hold. False if there is no room, or some number is not finite; then sheet
-// and sums are as they were.
+// Fill the lists of the rows from key `from` to the end. The prefilter is used for the blocks of keys that every row
+// may read in full: then no row depends on keys that it may not read, which share a grain. Other blocks are scored in
+// float. Returns false if there is no room, or if some number is not finite; panels and sums are then restored.
 template <int NV, class Link>
 bool list_by_prefilter(const Problem &p, const Terms &terms, const RequestedLinkStatistics &want,
                        const Rows<float, NV> &rows, const Link &link, const PrefilterKeys &prefilter_keys, int64_t from,
@@ -49,7 +49,7 @@ bool list_by_prefilter(const Problem &p, const Terms &terms, const RequestedLink
     memcpy(s.length, lengths, sizeof lengths);
     return false;
   };
-  V off[NV] = {};  // of products in 16 bits: what floats lost of the keys before `from` is lost without a screen, too
+  V off[NV] = {};  // the error of products in 16 bits; keys before `from` have their scores in float
   CandidateBits<float, NV> found;
   StepCounts counts;
   int64_t stage = 2 * known;
@@ -59,7 +59,7 @@ bool list_by_prefilter(const Problem &p, const Terms &terms, const RequestedLink
     const Gate open = fill_gate(p, terms, rows, first, keys, s.gate, s.bias, s.spare, s.live + s.rows);
     if (open == CLOSED) continue;
     const float *gate = open == PARTLY ? s.gate : nullptr;
-    V price[NV];  // or the largest score, which is to be known where a null key takes all
+    V price[NV];  // or the largest score, which must be found even where a null key takes all of the mass
     for (int n = 0; n < NV; ++n) price[n] = sums.price_bound[n] < sums.top[n] ? sums.price_bound[n] : sums.top[n];
     bool whole = first % PREFILTER_KEYS == 0 && (next % PREFILTER_KEYS == 0 || next == p.Tk);
     for (int64_t v = 0; v < keys * NV && gate && whole; ++v) whole = !any(load(gate + v * N) == -INF<float>);
@@ -97,7 +97,7 @@ bool list_by_prefilter(const Problem &p, const Terms &terms, const RequestedLink
   search(p, rows, link, s, sums, true, 2, 0, counts);
   for (V &far : off) {
     if (any(far - far != 0)) return no();
-    far *= 2.0f;  // x and the price
+    far *= 2.0f;  // both x and the price may be off
   }
   prune_lists(p, rows, s, sums, off, before.top);
   return true;

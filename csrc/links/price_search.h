@@ -1,4 +1,11 @@
-// SEARCH
+// The price of each row: the root of the row equation, for all rows of a block at once.
+//
+// The equation is: mass(h) + null key = mass of the marginal (or exp(dual/rho) where it is relaxed), where mass(h) is
+// the sum of p over the keys at headroom h. It increases with h. The search begins at the price that the best key alone
+// would pay, which is above the solution in h; takes Newton steps on a power of the mass, for which the equation is
+// nearly linear; keeps a bracket; and bisects where a step leaves it. With many keys, a sample of them gives a first
+// guess. A row is done when its mass agrees with the target to the last digits, or h does not move any more. Each step
+// that is sure to be above also gives a lower bound of the price, which decides which keys are candidates.
 #pragma once
 #include "links/candidate_lists.h"
 #include "links/link_workspace.h"
@@ -6,8 +13,8 @@
 
 namespace {
 
-// What a row's keys take at headroom h, over every `stride`-th of the first `rows` of a panel (and as if the others were
-// like it): sums of p and w, and how many take something.
+// Sums of p and w at headroom h over every `stride`-th of the first `rows` rows of a panel, scaled as if the others
+// were like them; and how many keys have weight.
 template <class R, int NV, class Link, bool PRIOR>
 void sum_weights(const Link &link, int64_t rows, int64_t stride, const R *x, const R *prior, const Vec<R> *anchor,
                  const Vec<R> *h, Vec<R> *mass_at_h, Vec<R> *slope, Vec<R> *count) {
@@ -15,7 +22,7 @@ void sum_weights(const Link &link, int64_t rows, int64_t stride, const R *x, con
   constexpr int N = Simd<R>::N, L = N * NV;
   V p_sum[NV] = {}, w_sum[NV] = {};
   Mask<R> some[NV] = {};
-  for (int64_t from = 0; from < rows; from += 64 * stride) {  // in pieces, for shorter chains of rounding
+  for (int64_t from = 0; from < rows; from += 64 * stride) {  // in pieces, for shorter chains of rounding errors
     const int64_t to = min_of(rows, from + 64 * stride);
     V p_part[NV] = {}, w_part[NV] = {};
     for (int64_t j = from; j < to; j += stride)
@@ -38,7 +45,7 @@ void sum_weights(const Link &link, int64_t rows, int64_t stride, const R *x, con
     count[n] = scale * __builtin_convertvector(some[n], V);
 }
 
-// What each of a block's keys would pay if it took the mass alone: the best of them is the row's anchor.
+// The price at which each key of a block alone would have the mass. The key with the highest is the anchor of its row.
 template <class R, int NV, class Link>
 void best_single_key_price(const Problem &p, const Link &link, int64_t keys, const R *x, const R *prior,
                            RowSums<R, NV> &sums) {
@@ -46,7 +53,7 @@ void best_single_key_price(const Problem &p, const Link &link, int64_t keys, con
   constexpr int N = Simd<R>::N, L = N * NV;
   const V mass = broadcast((R)p.mass), log_mass = (R)LOG2E * vlog(mass);
   for (int n = 0; n < NV; ++n) {
-    if (!prior) {  // the largest score pays most
+    if (!prior) {  // the key with the largest score has the highest price
       sums.anchor[n] = sums.top[n];
       sums.price_bound[n] = vmax(sums.price_bound[n], sums.top[n] - link.headroom(n, mass) - Link::ORIGIN);
       continue;
@@ -63,7 +70,7 @@ void best_single_key_price(const Problem &p, const Link &link, int64_t keys, con
   }
 }
 
-// Begin a search: no price below the best known.
+// Begin a search, at the highest known bound of the price.
 template <class R, int NV, class Link>
 void begin_search(const Problem &p, const Rows<R, NV> &rows, const Link &link, RowSums<R, NV> &sums) {
   using V = Vec<R>;
@@ -71,19 +78,20 @@ void begin_search(const Problem &p, const Rows<R, NV> &rows, const Link &link, R
   for (int n = 0; n < NV; ++n) {
     V &anchor = sums.anchor[n], &price_bound = sums.price_bound[n], top = sums.top[n];
     for (int i = 0; i < N; ++i) sums.level[n][i] = rows.level[n * N + i];
-    if (p.marginal == regard::SINK) {  // the null key may pay most, too
+    if (p.marginal == regard::SINK) {  // the null key may have the highest price
       const V null = sums.level[n] * rows.c[n], price = null - link.headroom(n, broadcast((R)p.mass)) - Link::ORIGIN;
       const Mask<R> better = (price > price_bound) | (anchor == -INF<R>);
       anchor = better ? null : anchor, price_bound = vmax(price_bound, price), top = vmax(top, null);
       sums.null_x[n] = null - (anchor == -INF<R> ? V{} : anchor);
     }
-    const Mask<R> idle = price_bound == -INF<R>;  // not by the anchor: a row may begin again
+    const Mask<R> idle = price_bound == -INF<R>;  // decided by the bound: the anchor may be left from an earlier search
     anchor = idle ? V{} : anchor;
     sums.low[n] = idle ? V{} : anchor - top - Link::ORIGIN, sums.high[n] = broadcast(INF<R>);
     V h = anchor - price_bound - Link::ORIGIN;
     if (p.marginal == regard::RELAX) {
-      // The anchor's key alone at a price lambda: log pi + beta log y = lambda/rho, with y = anchor - c lambda. So y is no more
-      // than 1, or than c rho times the rest: where the prior is tiny, far less than what a fixed mass would take.
+      // The key of the anchor alone has, at a price lambda, log pi + beta log y = lambda/rho with y = anchor - c
+      // lambda. So y is at most 1, or c rho times the rest. Where the prior is tiny that is far less than for a fixed
+      // mass.
       const V scale = rows.c[n] * sums.level[n], room = vmax(broadcast(TINY<R>), anchor - price_bound);
       const V most_y = anchor + scale * (link.beta(n) * vlog(room) - vlog(broadcast((R)p.mass)));
       h = -vmax(-h, Link::ORIGIN - vmax(broadcast((R)1), most_y));
@@ -94,13 +102,14 @@ void begin_search(const Problem &p, const Rows<R, NV> &rows, const Link &link, R
   }
 }
 
-struct StepCounts {  // of a step
-  double total;      // weights
-  int64_t longest;   // of a row
-  bool above;        // all h were above their solution
+struct StepCounts {  // of one step
+  double total;      // keys with weight, of all rows
+  int64_t longest;   // most keys with weight in one row
+  bool above;        // whether all h were above their solution
 };
 
-// One step of the search over a panel (or lists), or a sample of it: see `take`. Returns whether all rows are done.
+// One step of the search over a panel (or lists), or over a sample of it. Returns whether all rows are done. The lower
+// bounds of the price are updated where all keys were summed (stride 1).
 template <class R, int NV, class Link>
 bool search_step(const Problem &p, const Rows<R, NV> &rows, const Link &link, int64_t panel_rows, int64_t stride,
                  const R *x, const R *prior, int iteration, RowSums<R, NV> &sums, StepCounts &counts) {
@@ -140,7 +149,7 @@ bool search_step(const Problem &p, const Rows<R, NV> &rows, const Link &link, in
     low = ((ratio <= (R)1) & (h > low)) ? h : low;
     high = ((ratio >= (R)1) & (h < high)) ? h : high;
     V next = h + move;
-    // One more step squares a distance this small, where the equation is straight; else go on until nothing moves.
+    // Where the equation is nearly linear, one more step squares a distance this small. Else go on until h stays.
     const V size = h < 0 ? -h : h, moved = move < 0 ? -move : move;
     M last = distance < (convex ? (sizeof(R) == 4 ? (R)3e-5 : (R)1e-8) : (R)2 * EPS<R>);
     last |= ((moved <= EPS<R> * size) & (distance < (R)1e-3)) | (ratio != ratio);
@@ -149,9 +158,9 @@ bool search_step(const Problem &p, const Rows<R, NV> &rows, const Link &link, in
     const V middle = low * (R)0.5 + high * (R)0.5;
     next = bad ? (open ? h + width : middle) : next;
     width = bad & open ? width * (R)4 : width;
-    next = ((shut & bad) | (ratio != ratio)) ? h : next;  // a relaxed row's mass may be too small for a ratio
+    next = ((shut & bad) | (ratio != ratio)) ? h : next;  // the mass of a relaxed row may be too small for a ratio
     if (!convex && iteration >= 30 && iteration % 2) next = (open | last) ? next : middle;
-    // From above, a convex equation's steps stay above; of others the bracket alone is sure. A little less: rounding.
+    // Convex equations: a step from above stays above. Others: only the bracket is sure. A little lower, for rounding.
     const M sure = (ratio >= (R)1) & ~bad & (convex ? ~M{} : M{});
     const V anchor = sums.anchor[n];
     const V bound = (sure ? next : high) + (R)16 * EPS<R> * (size + Link::ORIGIN + (anchor < 0 ? -anchor : anchor));
@@ -165,15 +174,15 @@ bool search_step(const Problem &p, const Rows<R, NV> &rows, const Link &link, in
   return settled;
 }
 
-// The headroom of each row, from panel or lists. Turns to lists when no more than `share` of the keys have weight (and no
-// row has many more): returns whether it did. `counts`: of the last step.
+// The headroom of each row, from the panel or from lists. Turns to lists when at most `share` of the keys have weight
+// (and no row has many more). Returns whether there are lists now. `counts`: of the last step.
 template <class R, int NV, class Link>
 bool search(const Problem &p, const Rows<R, NV> &rows, const Link &link, LinkPanels<R, NV> &s, RowSums<R, NV> &sums,
             bool listed, int iterations, double share, StepCounts &counts) {
   const bool may_list = p.marginal != regard::RELAX && share > 0;
   int64_t list_rows = listed ? pad_lists(s) : 0;
   begin_search(p, rows, link, sums);
-  if (!listed && s.rows >= SAMPLE * 32) {  // a guess from a sample: Newton's method may begin anywhere
+  if (!listed && s.rows >= SAMPLE * 32) {  // a first guess from a sample: Newton's method may begin anywhere
     for (int iteration = 0; iteration < 8; ++iteration)
       if (search_step<R, NV, Link>(p, rows, link, s.rows, SAMPLE, s.x, s.prior, iteration, sums, counts)) break;
     Vec<R> guess[NV];
@@ -198,23 +207,24 @@ bool search(const Problem &p, const Rows<R, NV> &rows, const Link &link, LinkPan
   return listed;
 }
 
-// Rows of a fixed mass whose priors are all so small that y would be too large for the scores to count, or for a number:
-// such a remote row is the prior's own, p = pi mass/sum(pi). It needs no search. Logarithms of its prior are measured from
-// the largest (`lift`), and log2(mass/sum(pi)) with that is its `share`.
+// Find rows of a fixed mass whose priors are all so small that y would be too large for the scores to count, or for a
+// number. Such a row has the weights of its prior, p = pi mass/sum(pi), and needs no search. Logarithms of its prior
+// are relative to the largest (`prior_offset`); its `share` is log2(mass/sum(pi)), relative to the same.
 template <class R, int NV, class Link>
 void find_prior_only_rows(const Problem &p, const Link &link, const LinkPanels<R, NV> &s, RowSums<R, NV> &sums) {
   using V = Vec<R>;
   constexpr int N = Simd<R>::N, L = N * NV;
-  constexpr R FAR = sizeof(R) == 4 ? 64 : 512;  // log2 y
+  constexpr R FAR = sizeof(R) == 4 ? 64 : 512;  // of log2 y
   for (int n = 0; n < NV; ++n) {
     V top = broadcast(-INF<R>), sum = {};
     for (int64_t j = 0; j < s.rows; ++j) top = vmax(top, load(s.prior + j * L + n * N));
     const V log_mass = (R)LOG2E * vlog(broadcast((R)p.mass)), far = FAR * link.beta(n);
-    if (!any((top > -INF<R>)&(log_mass - top > far))) continue;
+    const Mask<R> keys = top > -INF<R>;  // rows that may read some key
+    if (!any(keys & (log_mass - top > far))) continue;
     const V safe = top == -INF<R> ? V{} : top;
     for (int64_t j = 0; j < s.rows; ++j) sum += vexp2(load(s.prior + j * L + n * N) - safe);
     const V share = log_mass - (R)LOG2E * vlog(vmax(broadcast(TINY<R>), sum));
-    const Mask<R> prior_only = (top > -INF<R>)&(share - top > far);
+    const Mask<R> prior_only = keys & (share - top > far);
     sums.prior_only[n] = prior_only, sums.some_prior_only |= any(prior_only);
     sums.share[n] = share, sums.prior_offset[n] = prior_only ? top : V{};
     sums.price_bound[n] = prior_only ? broadcast(-INF<R>) : sums.price_bound[n];
