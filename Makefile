@@ -11,6 +11,11 @@ PIP := $(PY) -m pip install -qq --disable-pip-version-check --constraint constra
 CLANG ?= clang++
 
 comma := ,
+CPP := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.h)
+CPP_TESTS := $(wildcard tests/cpp/*)
+# What clang-tidy needs to know of a build; kernel.cpp includes every kernel
+TIDY_FLAGS = -std=c++17 -Icsrc -DENGINE=baseline -DREGARD_THREADING='"none"' $(if $(filter x86_64,$(shell uname -m)),-march=x86-64-v3) \
+  $(shell $(PY) -c 'import nanobind, sysconfig; print("-isystem", nanobind.include_dir(), "-isystem", sysconfig.get_path("include"))')
 # $(call engine,name,options): another engine than the installed one, in build/name, configured with CMake's options
 engine = .venv/bin/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv/bin/ninja \
   -DPython_EXECUTABLE=$(CURDIR)/$(PY) $(2) >/dev/null && .venv/bin/cmake --build build/$(1) -j $(JOBS)
@@ -71,14 +76,17 @@ bench-full: .venv/peers  ## every length and every peer, an hour or more; Ctrl-C
 bench-models: .venv/peers  ## what inspection costs, and gpt-oss against eager: whole models, a few minutes
 	@$(PY) benchmarks/inspection.py
 
-lint: .venv/linters  ## ruff (rules and format) and pyright
+lint: .venv/linters  ## ruff (rules and format), pyright, clang-format and clang-tidy
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
+	.venv/bin/clang-format --dry-run --Werror $(CPP) $(CPP_TESTS)
 	.venv/bin/pyright
+	.venv/bin/clang-tidy --quiet csrc/kernel.cpp csrc/module.cpp -- $(TIDY_FLAGS)
 
-format: .venv/linters  ## let ruff mend what it can
+format: .venv/linters  ## let ruff and clang-format fix what they can
 	.venv/bin/ruff check --fix
 	.venv/bin/ruff format
+	.venv/bin/clang-format -i $(CPP) $(CPP_TESTS)
 
 docs: .venv/tests  ## run every snippet of README and docs, compare the outputs shown, check the links
 	$(PY) -m pytest -q tests/project/test_docs.py
@@ -86,7 +94,7 @@ docs: .venv/tests  ## run every snippet of README and docs, compare the outputs 
 # $(call extra,name): the packages of one of our extras; installing ourselves with it would build the engine again
 extra = $(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(1)"], sep="\n")' > .venv/$(1).txt && $(PIP) --requirement .venv/$(1).txt
 
-.venv/ready: pyproject.toml constraints.txt Makefile CMakeLists.txt $(wildcard csrc/*)
+.venv/ready: pyproject.toml constraints.txt Makefile CMakeLists.txt $(CPP)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "regard needs Python 3.11 or later")'
 	@echo "Setting up .venv (once; a few minutes if PyTorch must be downloaded)"
 	@test -x $(PY) || $(PYTHON) -m venv .venv

@@ -15,6 +15,7 @@
 #include <pthread.h>
 #endif
 
+#include "engine/instruction_sets.h"
 #include "engine/problem.h"
 
 namespace nb = nanobind;
@@ -31,12 +32,8 @@ extern const Engine x86_64_v3, x86_64_v4;
 static std::vector<const Engine *> found() {  // the engines that this machine can run, best first
   std::vector<const Engine *> engines;
 #ifdef REGARD_X86
-  __builtin_cpu_init();
-  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
-  if (v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd"))
-    engines.push_back(&regard::x86_64_v4);
-  if (v3) engines.push_back(&regard::x86_64_v3);
+  if (regard::machine_has_x86_64_v4()) engines.push_back(&regard::x86_64_v4);
+  if (regard::machine_has_x86_64_v3()) engines.push_back(&regard::x86_64_v3);
 #endif
   engines.push_back(&regard::baseline);
   return engines;
@@ -57,7 +54,7 @@ static const Engine *engine = nullptr;
 // An OpenMP runtime does not survive a fork: its threads are gone, and a call would wait for them forever.
 static std::atomic<bool> forked{false};
 
-static Problem read(nb::bytearray record) {
+static Problem read(const nb::bytearray &record) {
   if (record.size() != sizeof(Problem)) throw std::invalid_argument("record of the wrong size");
   Problem p;
   std::memcpy(&p, record.data(), sizeof p);
@@ -76,7 +73,7 @@ static bool poisoned = false;  // fill working memory with NaN before each call
 
 // Run a kernel with the working memory that it needs. Kernels themselves allocate nothing.
 static void run(int64_t (*room)(const Problem &), bool (*kernel)(const Problem &, regard::Watch),
-                nb::bytearray record) {
+                const nb::bytearray &record) {
   Problem p = read(record);
   const int64_t size = room(p);
   const std::unique_ptr<char[]> scratch(new char[size]);
@@ -125,12 +122,12 @@ NB_MODULE(_native, m) {
     throw std::invalid_argument("this machine has no " + name);
   });
   m.def("poison", [](bool on) { poisoned = on; });  // for tests
-  m.def("forward", [](nb::bytearray record) { run(engine->forward_scratch, engine->forward, record); });
-  m.def("backward", [](nb::bytearray record) { run(engine->backward_scratch, engine->backward, record); });
-  m.def("reading", [](nb::bytearray record) { run(engine->readout_scratch, engine->readout, record); });
-  m.def("features", [](nb::bytearray record) { run(engine->features_scratch, engine->features, record); });
+  m.def("forward", [](const nb::bytearray &record) { run(engine->forward_scratch, engine->forward, record); });
+  m.def("backward", [](const nb::bytearray &record) { run(engine->backward_scratch, engine->backward, record); });
+  m.def("reading", [](const nb::bytearray &record) { run(engine->readout_scratch, engine->readout, record); });
+  m.def("features", [](const nb::bytearray &record) { run(engine->features_scratch, engine->features, record); });
   m.def("features_backward",
-        [](nb::bytearray record) { run(engine->features_scratch, engine->features_backward, record); });
+        [](const nb::bytearray &record) { run(engine->features_scratch, engine->features_backward, record); });
   m.def("compiler", [] { return std::string(COMPILER); });
   m.def("threading", [] { return std::string(REGARD_THREADING); });  // "openmp", "std" or "none"
   m.def("fma_rate", [](int64_t threads, double seconds) {  // floating-point operations per second, for benchmarks

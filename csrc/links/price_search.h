@@ -39,7 +39,8 @@ void sum_weights(const Link &link, int64_t rows, int64_t stride, const R *x, con
       }
     for (int n = 0; n < NV; ++n) p_sum[n] += p_part[n], w_sum[n] += w_part[n];
   }
-  const R scale = rows ? (R)rows / (R)((rows + stride - 1) / stride) : 1;
+  const int64_t summed = (rows + stride - 1) / stride;
+  const R scale = rows ? (R)rows / (R)summed : 1;
   for (int n = 0; n < NV; ++n)
     mass_at_h[n] = scale * p_sum[n], slope[n] = scale * w_sum[n],
     count[n] = scale * __builtin_convertvector(some[n], V);
