@@ -40,9 +40,11 @@ template <class R, int NV> void test_panels(int64_t keys, int64_t D) {
     CHECK_SAME(top[i / Simd<R>::N][i % Simd<R>::N], largest, i);
   }
   check_guard(panel);
-  auto plain = guarded<R>(keys * L);
-  scores<R, NV, false>(at.data(), b.data(), stride, D, keys, plain.data());
-  for (int64_t i = 0; i < keys * L; ++i) CHECK_SAME(plain[i], panel[i], i);
+  if constexpr (NV == 3) {
+    auto plain = guarded<R>(keys * L);
+    scores<R, NV, false>(at.data(), b.data(), stride, D, keys, plain.data());
+    for (int64_t i = 0; i < keys * L; ++i) CHECK_SAME(plain[i], panel[i], i);
+  }
 
   // Each score again, pair by pair: equal to the last bit. Rows are padded with zeros to whole vectors.
   const int64_t padded = (D + 15) / 16 * 16;
