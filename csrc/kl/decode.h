@@ -4,7 +4,6 @@
 // are not transposed, and keys and values of 16 bits are widened in registers.
 //   decode_scores: panel[j][i]  = sum_d  q[i][d] * k[j][d]
 //   decode_gather: o[i][d]     += sum_j  panel[j][i] * v[j][d]
-//   decode_gather: o[i][d]     += sum_j  panel[j][i] * v[j][d]
 #pragma once
 #include <type_traits>
 
@@ -12,18 +11,14 @@
 #include "engine/vector.h"
 
 namespace {
+
 // Load 2N elements of a row as two vectors. For bfloat16 these are the even and the odd elements, taken from the halves
 // of 32 bits: one instruction each, where widening in order takes three. So where keys and values are bfloat16, queries
 // and outputs are in that order too (`deinterleave`), and the outputs are brought back at the end (`interleave`).
-
-// 2N elements of a row as two vectors. Of bfloat16 they are the even and the odd ones, in the upper halves of 32 bits:
-// one instruction each, where widening in order takes three. So where keys and values are bfloat16, queries and outputs
-// lie in that order too (`deinterleave`), and decode_gather's sums are brought back at the end (`interleave`).
 template <class R, class T> INLINE void load_two_vectors(const T *p, Vec<R> &a, Vec<R> &b) {
   a = load_wide(p), b = load_wide(p + Simd<R>::N);
 }
 template <> INLINE void load_two_vectors<float, Bf16>(const Bf16 *p, Vec<float> &a, Vec<float> &b) {
-  // little-endian: the even element is the lower half
   typedef uint32_t Loose __attribute__((vector_size(BYTES), aligned(2), may_alias));
   const auto both = *(const Loose *)p;  // little-endian: the even element is the lower half
   a = (Vec<float>)(both << 16), b = (Vec<float>)(both & 0xffff0000u);
@@ -91,20 +86,15 @@ INLINE void decode_score_tile(const R *q, int64_t D, const T *k, int64_t stride,
     memcpy(panel + j * L, total, sizeof total);
   }
 }
+
 // When keys are prefetched: elements of 16 bits while the values of the block before are summed, larger ones some rows
 // ahead of their scores. Measured with keys in memory: the other way round, float32 is a quarter slower and bfloat16 a
 // tenth. (A prefetch beyond the last key does no harm.)
-
-// Where keys are called for (beyond the last, a prefetch does no harm): those of 16 bits while the block before is
-// summed, larger ones some rows ahead of their scores. (Measured, from memory: the other way float32 is a quarter
-// slower, bfloat16 a tenth.)
 template <class T> constexpr bool BLOCK_AHEAD = sizeof(T) == 2;
 constexpr int64_t ROWS_AHEAD = 8;
+
 // Four rows at a time: `rows` and L are multiples of four. The values of this block are prefetched on the way. SIZE:
 // the usual head sizes are compile-time constants, so that the loop along d is unrolled; 0 for any other size.
-
-// Four rows at a time: q holds a multiple of four, L too. The values of this block are called for on the way.
-// SIZE: the usual head sizes are known when compiled, so that the loop along d is unrolled; 0 for any other.
 template <class R, class T, int64_t SIZE = 0>
 void decode_scores(const R *q, int64_t rows, int64_t D, const T *k, int64_t k_stride, int64_t keys, R *panel, int64_t L,
                    const T *v, int64_t v_stride, int64_t Dv) {
@@ -153,9 +143,8 @@ INLINE void decode_gather_tile(const R *panel, int64_t L, const T *v, int64_t st
 #pragma GCC unroll 4
     for (int n = 0; n < NV; ++n) store(o + i * Dv + n * N, load(o + i * Dv + n * N) + sum[i][n]);
 }
-// `next`: the keys after these, of D elements each, which may be prefetched.
 
-// `next`: D elements of rows that may be called for.
+// `next`: the keys after these, of D elements each, which may be prefetched.
 template <class R, class T>
 void decode_gather(const R *panel, int64_t L, int64_t rows, const T *v, int64_t stride, int64_t keys, int64_t Dv, R *o,
                    const T *next, int64_t next_stride, int64_t D) {

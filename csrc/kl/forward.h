@@ -22,8 +22,8 @@
 
 namespace {
 
-// Keys per block. For few rows (NV = 1) 16 keys: their values, 4 KiB at D = 64, stay in the first-level cache until
-// they are used. Measured with keys in memory: float32 with 32 keys is a tenth slower.
+// Keys per block. For few rows (NV = 1) their values, 4 KiB at D = 64, stay in the first-level cache until they are
+// used. Measured with keys in memory: float32 with 32 keys instead of 16 is a tenth slower.
 template <int NV> constexpr int64_t KEY_BLOCK = NV == 1 ? 32 : 96;
 template <int NV, class T> constexpr int64_t KEY_STEP = NV == 1 && sizeof(T) > 2 ? 16 : KEY_BLOCK<NV>;
 // How far x may exceed the reference m before the sums are rescaled to a new one. Rescaling is a pass over O. Without
@@ -76,8 +76,7 @@ __attribute__((noinline)) void exponentiate(RunningSums<R, NV> &sums, int n, Vec
   if (MOMENTS) sums.e1[n] += e1, sums.e2[n] += e2;
 }
 
-// One block of keys for one block of rows; k and v point at key `first`. T is the type they are stored in: R unless NV
-// = 1.
+// One block of keys for one block of rows; k and v point at key `first`. T is their type: R unless NV = 1.
 template <class R, int NV, class T>
 void attend(const Problem &p, const Terms &terms, const RequestedStatistics &want, const Rows<R, NV> &rows,
             RunningSums<R, NV> &sums, const R *qt, R *ot, int64_t first, int64_t keys, const T *k, int64_t k_stride,

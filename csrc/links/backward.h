@@ -7,7 +7,6 @@
 // saved lists (engine/sparse_rows.h) take only the pairs in these. In a block where few pairs have weight, all but Q
 // K^T is done pair by pair. In any other block, whole tiles are multiplied.
 #pragma once
-#pragma once
 #include "engine/backward_walk.h"
 #include "links/links.h"
 

@@ -11,7 +11,6 @@
 // these products are computed in 16 bits (int16_prefilter.h). Rows of a free marginal have a given price: there the
 // panel is one block of keys, and there is no search.
 #pragma once
-#pragma once
 #include "engine/threads.h"
 #include "links/link_results.h"
 #include "links/link_weights.h"

@@ -138,10 +138,9 @@ bool search_step(const Problem &p, const Rows<R, NV> &rows, const Link &link, in
     }
     V target = broadcast((R)p.mass), move;
     if (relax) {
-      const V dual = (sums.anchor[n] - h - Link::ORIGIN) / rows.c[n], has_weight = (R)1 / (rows.c[n] * sums.level[n]);
+      const V dual = (sums.anchor[n] - h - Link::ORIGIN) / rows.c[n], by_h = (R)1 / (rows.c[n] * sums.level[n]);
       target = exp2_bounded((R)LOG2E * dual / sums.level[n]);
-      move = -vlog(vmax(broadcast(TINY<R>), mass_at_h[n] / target)) /
-             (link.beta(n) * slope[n] / mass_at_h[n] + has_weight);
+      move = -vlog(vmax(broadcast(TINY<R>), mass_at_h[n] / target)) / (link.beta(n) * slope[n] / mass_at_h[n] + by_h);
     } else {
       move = link.newton_step(n, mass_at_h[n] / target) * target / slope[n];
     }
