@@ -149,7 +149,6 @@ template <class R> struct BackwardPartition {
 };
 
 // The gradients from one chunk of keys of one key/value head.
-// entry.
 template <class R>
 void backward_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv, int64_t chunk, Arena arena,
                     const BackwardKernels<R> &kernels) {
@@ -187,10 +186,8 @@ void backward_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv,
         }
         from = min_of(from, max_of(lo, r.rows.lo)), to = max_of(to, min_of(hi, r.rows.hi));
       }
-      // In windows of keys, which stay in the cache from row to row, wide enough for some pairs of each row.
       if (as_they_lie && pairs) {
-        // In windows of keys, so that they stay in the cache from row to row; wide enough to have some pairs of each
-        // row.
+        // In windows of keys, which stay in the cache from row to row, wide enough for some pairs of each row.
         const int64_t window = max_of(WINDOW_KEYS, (p.Tk - lo) * 8 * n_blocks * L / pairs);
         for (int64_t j = lo; j < hi; j += window)
           for (int64_t g = 0; g < n_blocks; ++g) {
@@ -230,7 +227,6 @@ void backward_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv,
         for (int i = 0; i < r.rows.n; ++i) {
           const int64_t at = chunk * p.B * p.H * p.Tq + r.rows.flat(p, i);
           const bool prior_only = linked && r.prior_only[i / N][i % N];
-          // an invalid row, even if all of its weights are 0
           dq[i] = (R *)p.dq + at * p.D, factor[i] = prior_only ? 0 : (R)p.scale / r.rows.temperature[i];
           const R peak = r.peak[i / N][i % N];
           if (peak != peak) factor[i] = peak;  // an invalid row, even if all of its weights are 0
@@ -253,10 +249,9 @@ void backward_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv,
 
 template <class R> void run_backward(const Problem &p, const BackwardKernels<R> &kernels) {
   const Terms terms(p);
-  // Where batch entries or heads add to the same dense gradient, one task does them one after the other.
   const BackwardPartition<R> partition(p);
   char *scratch = scratch_of(p);
-  // Where batch entries or heads add up in one dense gradient, they take turns within a task.
+  // Where batch entries or heads add to the same dense gradient, one task does them one after the other.
   const bool shared =
       (p.dense_g && (!p.dense_g.s0 || !p.dense_g.s1)) || (p.dense_ds && (!p.dense_ds.s0 || !p.dense_ds.s1));
   const int64_t units = p.B * p.Hkv, turns = shared ? units : 1;

@@ -133,13 +133,11 @@ template <class R, int NV> struct Rows {
   }
 
   // The rows of a tensor: to[lane][d] = t[row][d] * factor, and 0 beyond D and in lanes without a row. The rows of `to`
-  // are `stride` apart. `stride`.
+  // are `stride` apart.
   template <class F> void gather_rows(const Tensor &t, int64_t D, R *to, int64_t stride, F factor) const {
     memset(to, 0, L * stride * sizeof(R));
     for (int i = 0; i < n; ++i) copy<R>(t.data, t.type, at(t, i), t.s3, D, to + i * stride, 1, factor(i));
   }
-  // panel[j][lane] = t[row][first + j], for a tensor that broadcasts to the plan.
-
   // panel[j][lane] = t[row][first + j], for a tensor that broadcasts to the plan.
   void fill(const Tensor &t, int64_t first, int64_t keys, R *panel) const {
     bool same = true;

@@ -56,7 +56,7 @@ INLINE double log_of(double t) { return ::log(t); }
 INLINE float log2_of(float t) { return ::log2f(t); }
 INLINE double log2_of(double t) { return ::log2(t); }
 
-// A rational function, clamped at +-7.9, where tanh rounds to 1: a few units in the last place.
+// The rational function that Eigen uses, clamped at +-7.9, where tanh rounds to 1: a few units in the last place.
 INLINE Vec<float> vtanh(Vec<float> x) {
   using V = Vec<float>;
   x = vmax(broadcast(-7.90531110763549805f), -vmax(broadcast(-7.90531110763549805f), -x));

@@ -59,7 +59,6 @@ template <class R> void prepare_link(const Problem &p, BackwardRows<R> &r) {
       add = g * of_row<R>(p.saved_entropy, rows.at(p.saved_entropy, i));
       r.b[n][lane] = g, r.per_mass[n][lane] = per_mass;
     }
-    // Pairs with x at or below this have no weight. It is a little lower, for rounding: the weights decide then.
     if (peak == INF<R> && p.family == regard::TSALLIS) {  // a row that has its prior's weights (price_search.h)
       memset(r.q + i * Dp, 0, Dp * sizeof(R));
       r.peak[n][lane] = r.inverse_tau[n][lane] = 0, r.edge[n][lane] = -INF<R>;
@@ -69,6 +68,7 @@ template <class R> void prepare_link(const Problem &p, BackwardRows<R> &r) {
     }
     const R h = r.rest[n][lane], origin = p.centred ? 1 : 0;
     const R size = (peak < 0 ? -peak : peak) + (h < 0 ? -h : h) + origin;
+    // Pairs with x at or below the edge have no weight. It is a little lower, for rounding: the weights decide then.
     r.edge[n][lane] = peak - h - origin - 4 * EPS<R> * size;
     r.dot[i] = base;
     r.a[n][lane] = base + add;
