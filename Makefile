@@ -1,4 +1,4 @@
-# Every target sets up what it needs: a local .venv, installed from the lock (constraints.txt). Repeats are instant.
+# Every target sets up what it needs: a local .venv, installed from the lock (constraints.txt). A second run is instant.
 
 PYTHON ?= python3
 BUILD := scikit-build-core nanobind cmake ninja
@@ -26,7 +26,7 @@ under = OMP_NUM_THREADS=2 $(call testing,$(1)) \
   LD_PRELOAD="$$($(CXX) -print-file-name=lib$(if $(filter address,$(1)),a,t)san.so) $$($(CXX) -print-file-name=libstdc++.so)"
 KERNELS := $(PY) -m pytest -q -x --capture=no -p no:cacheprovider tests/backends/test_native.py tests/backends/test_features_native.py
 
-.PHONY: help demo tour test grid converge fuzz sanitize clang bench bench-full bench-models lint format docs lock clean
+.PHONY: help demo tour test grid converge fuzz sanitize coverage clang bench bench-full bench-models lint format docs lock clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -52,8 +52,8 @@ fuzz: .venv/tests  ## random problems on the native engine against the definitio
 
 # Address and undefined behaviour with OpenMP, as installed; threads with the standard library's, which the thread
 # sanitizer understands (an OpenMP runtime is not instrumented: its barriers look like races). Only the engine is
-# instrumented, so the runtime is preloaded, and what Python and PyTorch do among themselves is not looked at.
-# setarch -R: the thread sanitizer wants memory where it always was.
+# instrumented, so the runtime is preloaded, and Python and PyTorch themselves are not checked.
+# setarch -R: the thread sanitizer needs memory at fixed addresses.
 sanitize: .venv/tests  ## the kernels' tests under the address, undefined-behaviour and thread sanitizers
 	@$(call engine,address,-DREGARD_SANITIZE=address$(comma)undefined -DREGARD_THREADS=openmp)
 	@$(call engine,thread,-DREGARD_SANITIZE=thread -DREGARD_THREADS=std)
@@ -61,6 +61,10 @@ sanitize: .venv/tests  ## the kernels' tests under the address, undefined-behavi
 	  $(KERNELS) -k 'not fork and not named_isa and not threads_do_not'
 	setarch -R env $(call under,thread) TSAN_OPTIONS='ignore_noninstrumented_modules=1 halt_on_error=1' \
 	  $(KERNELS) -k 'threads_do or several'
+
+coverage: .venv/linters  ## which lines the tests run, in this process and the workers; writes build/coverage/index.html
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal --cov --cov-report=html:build/coverage \
+	  --cov-report=term:skip-covered
 
 clang: .venv/tests  ## the native engine built with clang (CLANG=path), and the kernels' tests
 	@$(call engine,clang,-DCMAKE_CXX_COMPILER=$(CLANG))
@@ -115,8 +119,8 @@ extra = $(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb
 	@$(call extra,dev)
 	@touch $@
 
-# The lock: everything resolved afresh in an empty environment; PyTorch stays where it is (edit its line to move it).
-lock:  ## write constraints.txt anew
+# The lock: everything resolved again in an empty environment. PyTorch keeps its version (edit its line to change it).
+lock:  ## write constraints.txt again
 	$(PYTHON) -m venv --clear build/lock
 	grep '^torch==' constraints.txt > build/lock/pins.txt
 	build/lock/bin/python -m pip install -q -c build/lock/pins.txt --upgrade setuptools $(BUILD)
@@ -126,5 +130,5 @@ lock:  ## write constraints.txt anew
 	  build/lock/bin/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/+cpu$$//'; } > build/lock/constraints.txt
 	mv build/lock/constraints.txt constraints.txt
 
-clean:  ## forget the environment and every cache
+clean:  ## delete the environment and every cache
 	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis

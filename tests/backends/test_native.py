@@ -474,7 +474,7 @@ def test_links_paths(path, link):
 
 
 def kept(monkeypatch):
-    """The lists (csrc/lists.h) that forward passes keep from now on."""
+    """The lists (csrc/engine/sparse_rows.h) that forward passes keep from now on."""
     found, forward = [], BACKENDS["native"].forward
 
     def noted(form, names):
@@ -541,7 +541,7 @@ def zeros(tensors):
     tensors["k"][:, :, 300:500] = 0
 
 
-# Keys in 16 bits (csrc/screen.h): what makes them coarse, what they are combined with.
+# Keys in 16 bits (csrc/links/int16_prefilter.h): what makes them coarse, what they are combined with.
 SCREENED = {
     "one large key": keys_times(lambda j: torch.where(j == 700, 20.0, 1.0)),
     "large keys here and there": keys_times(lambda j: torch.where(j % 200 == 3, 10.0, 1.0)),
@@ -906,7 +906,7 @@ def test_links_nan_stays_in_its_row(link, T):
     assert found["out"][0, 0, 7].isnan().all()
     runs = found, *(case.run("torch", dtype, gradients=False) for dtype in (torch.float64, None))
     case.judge(*({n: t[:, :, rest] for n, t in run.items() if n != "key_mass"} for run in runs), case.factor)
-    if T == 60:  # among more keys its neighbours may get their scores in another way than without it (csrc/screen.h)
+    if T == 60:  # among more keys its neighbours may get their scores in another way than without it (csrc/links/int16_prefilter.h)
         clean = case.run("native", gradients=False)
         for name, value in found.items():
             if name != "key_mass":

@@ -1,4 +1,4 @@
-"""Attention by features on the native engine (csrc/linear.h): the map, the sums and the quotient in one kernel.
+"""Attention by features on the native engine (csrc/features/): the map, the sums and the quotient in one kernel.
 
 `declined` gives the reason why the engine cannot serve a call; PyTorch's operations (`sums`) serve it then.
 """

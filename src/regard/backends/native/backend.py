@@ -247,7 +247,7 @@ class Native(Backend):
 
 
 def _may_list(form: Form) -> bool:
-    """Whether rows may keep lists of their few keys, which spare backward the search (csrc/links/sparse_rows.h)."""
+    """Whether rows may keep lists of their few keys, which spare backward the search (csrc/engine/sparse_rows.h)."""
     _, _, Tq, Tk = form.shape
     plain = form.slopes is None and not form.log_priors and form.score_bias is None and not form.softcap
     return plain and form.family == "tsallis" and form.marginal in ("rows", "sink") and Tq >= 16 and Tk >= 512
