@@ -906,7 +906,7 @@ def test_links_nan_stays_in_its_row(link, T):
     assert found["out"][0, 0, 7].isnan().all()
     runs = found, *(case.run("torch", dtype, gradients=False) for dtype in (torch.float64, None))
     case.judge(*({n: t[:, :, rest] for n, t in run.items() if n != "key_mass"} for run in runs), case.factor)
-    if T == 60:  # among more keys its neighbours may get their scores in another way than without it (csrc/links/int16_prefilter.h)
+    if T == 60:  # among more keys the prefilter (csrc/links/int16_prefilter.h) may treat its neighbours differently
         clean = case.run("native", gradients=False)
         for name, value in found.items():
             if name != "key_mass":
