@@ -71,7 +71,7 @@ def test_no_further_off_than_pytorch(name, dtype):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_the_number_of_threads_does_not_matter(name, causal, monkeypatch):
     """Bit by bit, whether threads share a head or have heads of their own."""
-    monkeypatch.setattr(features, "_SMALL", 0)
+    monkeypatch.setattr(features, "SMALL", 0)
     module = MAPS[name]()
     for H, Hkv in ((1, 1), (4, 2), (3, 3)):
         given = tensors(1000, 900, B=1, H=H, Hkv=Hkv, dtype=torch.float32)

@@ -24,7 +24,7 @@ from support.threads import with_threads
 engine = pytest.importorskip("regard._native", reason="the native engine was not built")
 pytestmark = pytest.mark.usefixtures("isa", "poison")
 
-NAMES = regard.statistics.NAMES
+NAMES = regard.statistics.ROW_STATISTICS
 FACTOR, FLOOR = 4.0, 4e-6
 
 

@@ -14,6 +14,7 @@ import torch
 
 import regard
 from regard import ALiBi, Bias, Causal, Documents, FermiDirac, Free, Rows, Transport, Tsallis, Window
+from regard.backends import BACKENDS, reference
 from regard.backends.native import engine
 from support.memory import PEAK, reads_peak
 from support.threads import with_threads
@@ -39,9 +40,9 @@ def raised(value):
 
 @contextlib.contextmanager
 def native_only():
-    """Without the definition's blocks, to which a window that the engine does not serve would turn."""
+    """Without the reference backend's blocks, to which a readout that the engine does not serve would fall back."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(regard.plan, "_weight_blocks", None)
+        patch.setattr(reference, "_weight_blocks", None)
         yield
 
 
@@ -62,7 +63,7 @@ class Case:
         """The whole plan by the definition."""
         every = torch.arange(self.key.shape[2])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(regard.plan, "_native_serves", lambda form: False)
+            patch.setattr(BACKENDS["native"], "unsupported", lambda form, names: "not in this comparison")
             return self.call(regard.weights_at, every, as_double=as_double).double()
 
     def check(self):

@@ -1,4 +1,4 @@
-"""QK-clip on each architecture, the floor under the entropy, and a run that collapses without it."""
+"""QK-clip on each architecture, the entropy floor, and a training run that collapses without it."""
 
 import importlib.util
 import math
@@ -24,6 +24,7 @@ MODELS = MODELS | {
 
 
 def model_of(name, monkeypatch):
+    regard.hf.register()
     monkeypatch.setattr("support.models.MODELS", MODELS)
     changes = {"num_key_value_heads": 4} if name == "llama, a key head each" else {}
     return build(name.split(",")[0], **changes).double()
@@ -74,7 +75,7 @@ def test_the_largest_score_becomes_the_threshold(name, form, monkeypatch):
     keys = {n for n in touched if n.startswith(("k_", "key"))}
     assert touched and bool(keys) == (name in ("llama, a key head each", "bert", "whisper", "vit"))
     assert not any(n.startswith(("v_", "o_", "value", "c_proj", "out_proj")) for n in touched)
-    # within the bound: nothing at all
+    # within the threshold nothing changes
     state = {n: p.clone() for n, p in attention.named_parameters()}
     assert torch.equal(qk_clip_(attention, after, threshold * (1 + 1e-5)), torch.ones(4).double())
     assert all(torch.equal(p, state[n]) for n, p in attention.named_parameters())
@@ -88,7 +89,7 @@ def test_multihead_attention(options):
         for parameter in module.parameters():
             parameter.normal_()
         if module.bias_k is not None:
-            module.bias_k.mul_(20)  # the largest scores are its own
+            module.bias_k.mul_(20)  # so that it has the largest scores
     x = torch.randn(2, 7, 16, dtype=torch.float64)
     context = torch.randn(2, 7, options.get("kdim", 16), dtype=torch.float64)
 
@@ -114,7 +115,7 @@ def test_multihead_attention(options):
     assert values is None or torch.equal(module.in_proj_weight[32:], values)
 
 
-def test_a_padded_head_keeps_its_weights():
+def test_a_head_without_scores_keeps_its_weights():
     module = nn.MultiheadAttention(8, 2)
     scores = torch.tensor([-math.inf, 300.0])
     assert torch.allclose(qk_clip_(module, scores), torch.tensor([1.0, 1 / 3], dtype=torch.float64))
@@ -137,7 +138,7 @@ def test_attentions_that_cannot_be_clipped(name, error, message, monkeypatch):
     assert all(torch.equal(p, state[n]) for n, p in attention.named_parameters())
 
 
-def test_what_the_clip_does_not_take(monkeypatch):
+def test_qk_clip_names_wrong_arguments(monkeypatch):
     module = nn.MultiheadAttention(8, 2)
     for scores, error, message in (
         (
@@ -166,14 +167,14 @@ def test_what_the_clip_does_not_take(monkeypatch):
     model = build("llama")
     with regard.watch(model, statistics=("mass",)) as record, torch.no_grad():
         model(**inputs_of("llama"))
-    with pytest.raises(ValueError, match="max_scores: expected a layer that recorded them"):
+    with pytest.raises(ValueError, match="max_scores: expected a layer with recorded max_scores"):
         qk_clip_(model.model.layers[0].self_attn, record.layers[0])
 
 
-# --- the floor --------------------------------------------------------------------------------------------------------
+# --- the entropy floor ------------------------------------------------------------------------------------------------
 
 
-def test_the_floor_by_hand():
+def test_entropy_floor_values():
     entropy = torch.tensor([[0.5, 2.0, 0.0], [1.0, 0.2, 0.9]], dtype=torch.float64)
     assert entropy_floor(entropy, 1.0) == pytest.approx((0.5 + 1 + 0.8 + 0.1) / 6)
     assert entropy_floor(entropy, 1.0, power=2) == pytest.approx((0.25 + 1 + 0.64 + 0.01) / 6)
@@ -189,7 +190,7 @@ def test_the_floor_by_hand():
 
 
 @pytest.mark.parametrize("power", [1.0, 2.0])
-def test_its_gradient(power):
+def test_entropy_floor_gradient(power):
     torch.manual_seed(0)
     q, k = (torch.randn(1, 2, 6, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
     request = regard.AuxRequest(entropy=True, support=True)
@@ -202,14 +203,14 @@ def test_its_gradient(power):
     torch.autograd.gradcheck(loss, (q, k))
 
 
-def test_a_row_left_out_brings_no_nan():
+def test_nan_in_a_row_that_is_left_out():
     entropy = torch.tensor([0.5, math.nan, -math.inf], requires_grad=True)
     loss = entropy_floor(entropy, 1.0, rows=torch.tensor([True, False, False]), power=2)
     loss.backward()
     assert loss == 0.25 and torch.equal(entropy.grad, torch.tensor([-1.0, 0.0, 0.0]))
 
 
-def test_what_the_floor_does_not_take():
+def test_entropy_floor_names_wrong_arguments():
     entropy = torch.zeros(2, 3)
     for arguments, error, message in (
         (([1.0], 1.0), TypeError, "entropy: expected a floating-point tensor, got"),
@@ -218,7 +219,7 @@ def test_what_the_floor_does_not_take():
     ):
         with pytest.raises(error, match=message):
             entropy_floor(*arguments)
-    with pytest.raises(ValueError, match="keys: expected a tensor where the floor is relative"):
+    with pytest.raises(ValueError, match="keys: expected a tensor with relative=True, got None"):
         entropy_floor(entropy, 0.5, relative=True)
     with pytest.raises(ValueError, match="floor: expected a share of at most 1, got 2"):
         entropy_floor(entropy, 2.0, keys=entropy, relative=True)
@@ -228,32 +229,32 @@ def test_what_the_floor_does_not_take():
         entropy_floor(entropy, 2.0, rows=entropy)
 
 
-# --- a run that collapses ---------------------------------------------------------------------------------------------
+# --- a training run that collapses ------------------------------------------------------------------------------------
 
 
-def test_the_floor_holds_a_run_that_otherwise_collapses():
-    """examples/entropy_floor.py, shorter: no scale, a high learning rate, the same seed and batches."""
+def test_the_floor_prevents_collapse():
+    """A shorter run of examples/entropy_floor.py: no scale, a high learning rate, the same seed and batches."""
     path = Path(__file__).resolve().parents[2] / "examples" / "entropy_floor.py"
     spec = importlib.util.spec_from_file_location("entropy_floor_example", path)
     example = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = example  # where its dataclass looks for its names
+    sys.modules[spec.name] = example  # dataclass looks the module up there
     spec.loader.exec_module(example)
     alone, held = (example.train(floor, 1.0, 150) for floor in (None, 0.3))
-    assert alone[0] == held[0]  # one beginning
+    assert alone[0] == held[0]  # the first step is the same
     first, last, last_held = alone[:5], alone[-20:], held[-20:]
     share, loss = (lambda run, name=name: example.mean(run, name) for name in ("least", "loss"))
     assert share(first) > 0.25 and share(last) < 0.1  # it collapses ...
-    assert min(record.least for record in held[30:]) > 0.3  # ... and is held
+    assert min(record.least for record in held[30:]) > 0.3  # ... and the floor prevents it
     assert loss(last_held) < loss(last) - 0.15
     assert example.mean(last, "score") > 100 > 25 > example.mean(last_held, "score")
 
 
-# --- of a transformers model ------------------------------------------------------------------------------------------
+# --- the floor in a transformers model --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "gpt_oss", "bert"])
 def test_entropies_of_a_model(name):
-    """Against eager's matrices: the values, which rows count, and the gradient of the loss."""
+    """Values, rows that count, and the gradient of the loss, compared with eager attention."""
     model, given = build(name).train(), inputs_of(name, "right")
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -313,7 +314,7 @@ def test_entropies_under_checkpointing_and_of_the_last_pass():
     assert torch.allclose(found[0], found[1]) and found[0].abs().max() > 0
 
 
-def test_entropies_that_have_no_gradient_are_refused():
+def test_entropies_without_gradient_raise():
     regard.hf.register("regard-entmax15", regard.Transport(regard.Tsallis(1.5)))
     model = build("llama")
     model.set_attn_implementation("regard-entmax15")

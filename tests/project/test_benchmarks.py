@@ -1,4 +1,4 @@
-"""The benchmarks' own judgement: who computes right passes their gate, nobody else does; results are written."""
+"""The benchmarks themselves: right implementations pass their check and wrong ones fail; results are written."""
 
 import csv
 import math
@@ -28,31 +28,31 @@ SMALL = [
 
 @pytest.fixture(autouse=True)
 def any_backend(monkeypatch):
-    monkeypatch.setattr(contest, "BACKEND", "torch")  # serves everything, everywhere
+    monkeypatch.setattr(contest, "BACKEND", "torch")  # available everywhere
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-@pytest.mark.parametrize("who", ["regard", "SDPA", "eager", "x-transformers"])
-def test_the_gate_lets_the_right_pass_and_no_other(case, who):
-    if who == "x-transformers" and (case.kind == "window" or case.family != "softmax" or case.half):
-        pytest.skip("does not compete there")
-    if who == "eager" and case.Hkv:
-        pytest.skip("does not compete there")
+@pytest.mark.parametrize("implementation", ["regard", "SDPA", "eager", "x-transformers"])
+def test_right_implementations_pass_the_check_and_wrong_ones_fail(case, implementation):
+    if implementation == "x-transformers" and (case.kind == "window" or case.family != "softmax" or case.half):
+        pytest.skip("does not support this case")
+    if implementation == "eager" and case.Hkv:
+        pytest.skip("does not support this case")
     try:
-        attention, judged_by = contest.enter(who, case)
+        attention, reference = contest.enter(implementation, case)
     except Skip as reason:
         pytest.skip(str(reason))
     inputs = case.inputs()
-    assert contest.error(attention, judged_by, inputs) <= contest.tolerance(judged_by)
+    assert contest.error(attention, reference, inputs) <= contest.tolerance(reference)
     shift = torch.zeros(case.D)
     shift[3] = 0.2 if case.half else 1e-2
-    assert contest.error(lambda *x: attention(*x) + shift, judged_by, inputs) > contest.tolerance(judged_by)
-    if case.train:  # a right output with a wrong gradient
+    assert contest.error(lambda *x: attention(*x) + shift, reference, inputs) > contest.tolerance(reference)
+    if case.train:  # the output is right, the gradient is wrong
         wrong = lambda q, k, v: attention(q, 0.99 * k + 0.01 * k.detach(), v)  # noqa: E731
-        assert contest.error(wrong, judged_by, inputs) > contest.tolerance(judged_by)
+        assert contest.error(wrong, reference, inputs) > contest.tolerance(reference)
 
 
-def test_who_cannot_compete_says_why():
+def test_an_implementation_that_cannot_run_gives_the_reason():
     with pytest.raises(Skip, match="no backward"):
         contest.flex(Case("c", 64, train=True))
     with pytest.raises(Skip, match="would take"):
@@ -70,7 +70,7 @@ def test_every_entry_of_the_suite_can_be_made():
         entries = suite.entries(full)
         assert len({e.case for e in entries}) == len(entries)
         for entry in entries:
-            assert {*entry.targets, *entry.sparse} <= set(entry.case.peers) <= set(contest.CONTESTANTS)
+            assert {*entry.targets, *entry.sparse} <= set(entry.case.peers) <= set(contest.IMPLEMENTATIONS)
             assert entry.case.operations > 0
 
 
@@ -79,8 +79,8 @@ def test_peak_memory():
     assert 60 < measure.peak_of(lambda: torch.ones(2**24).sum()) < 80  # 64 MiB, freed again at the end
 
 
-def test_the_paired_cost_finds_a_cost(monkeypatch):
-    """By a clock that only the jobs move: one takes three times as long, and now and then something disturbs it."""
+def test_paired_cost(monkeypatch):
+    """On a fake clock: one job takes three times as long as the other, with an occasional disturbance."""
     now, calls = 0.0, 0
 
     def job(duration):
@@ -109,7 +109,7 @@ def test_results_are_written(tmp_path):
     assert len(tree.findall(".//{http://www.w3.org/2000/svg}circle")) == 2
 
 
-def test_goals_go_into_a_page(tmp_path):
+def test_the_table_of_goals_in_a_page_is_replaced(tmp_path):
     own = report.Row("entmax15, forward", "regard", "causal", 4096, D=64, density=0.0101)
     peer = report.Row("entmax15, forward", "SDPA", "causal", 4096, D=64)
     peer.ratios(measure.Spread.of([1.5] * 3))
@@ -136,7 +136,7 @@ def test_goals_go_into_a_page(tmp_path):
         report.with_goals(found, page)
 
 
-def test_the_cost_of_inspection_is_judged_by_rounds():
+def test_the_cost_of_inspection_is_the_ratio_within_a_round():
     times = {"sdpa": [1.0, 2.0, 4.0], "with statistics": [1.1, 2.2, 8.0]}
     stock, watched = inspection.rows_of("case", 64, times, "sdpa")
     assert stock.ratio is None and watched.ratio is not None and watched.ratio.middle == pytest.approx(1.1)
@@ -147,10 +147,10 @@ def test_the_cost_of_inspection_is_judged_by_rounds():
     assert done == ["a", "b", "b", "a"]
 
 
-def test_a_wrong_gpt_oss_is_not_timed(monkeypatch):
+def test_a_wrong_model_is_not_timed(monkeypatch):
     rows = list(inspection.gpt_oss([48], 1))
-    assert [row.who for row in rows] == ["eager", "regard"] * 2 and "times as fast" in rows[1].verdict
-    plain = inspection.regard.hf.as_call  # patched where the attention function finds it
+    assert [row.implementation for row in rows] == ["eager", "regard"] * 2 and "times as fast" in rows[1].verdict
+    plain = inspection.regard.hf.as_call
     monkeypatch.setattr("regard.hf.calls.as_call", lambda *a, **k: plain(*a, **k) | {"scale": 0.1})
     with pytest.raises(inspection.Wrong, match="differ"):
         list(inspection.gpt_oss([48], 1))

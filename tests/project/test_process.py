@@ -49,7 +49,7 @@ def test_torch_and_native_calls_from_several_threads():
 
 INTERRUPTED = """
 import os, signal, threading, time, torch, regard
-from regard.backends.native import engine
+from regard.backends import BACKENDS
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is born with it ignored
 torch.set_num_threads(2)
 kind = "{kind}"
@@ -69,6 +69,7 @@ try:
         out.sum().backward()
     elif kind == "reading":
         price = {{name: torch.zeros(q.shape[:3]) for name in ("dual", "peak", "rest")}}
+        native = BACKENDS["native"]
         plain, native.forward = native.forward, lambda form, names: price  # what is to be interrupted comes after it
         try:
             for _ in range(100):

@@ -38,7 +38,7 @@ from regard.backends.reference import scores_of, solve_rows
 from regard.form import Form
 from regard.lowering import lower
 
-NAMES = regard.statistics.NAMES
+NAMES = regard.statistics.ROW_STATISTICS
 OF_FAINT_ROWS = ("entropy", "kl", "score_variance", "dual")  # of weights as a distribution, or their price
 SIZES = [0, 1, 1, 2, 3, 7, 8, 16, 23, 24, 25, 47, 48, 49, 96, 97, 130, 193]
 DEPTHS = [1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 40, 64, 65]

@@ -1,4 +1,4 @@
-"""Attention by features: its quadratic definition, FAVOR+ against the exact kernel, chunks, steps, models."""
+"""Attention by features: its quadratic definition, chunks, steps, gradients, and FAVOR+ against the exact kernel."""
 
 import copy
 import math
@@ -12,7 +12,7 @@ from torch import Tensor
 import regard
 from regard import AuxRequest
 from regard.features import STATISTICS, Features, LinearAttention, Performer, ReLUFeatures, State, directions
-from support.features import MAPS, D, close, definition, phi, seeded, tensors
+from support.features import MAPS, D, close, definition, seeded, tensors
 
 EVERY = AuxRequest(**dict.fromkeys(STATISTICS, True))
 
@@ -38,7 +38,7 @@ def test_equal_to_the_quadratic_definition(name, lengths, causal, Hkv):
         close(out, definition(module, q, k, v, causal, 0.7, offset=offset)[0])
 
 
-def test_the_comparison_sees_one_wrong_weight():
+def test_the_comparison_fails_for_one_wrong_weight():
     q, k, v = tensors(9)
     module = MAPS["favor"]()
     expected = definition(module, q, k, v, True)[0]
@@ -47,7 +47,7 @@ def test_the_comparison_sees_one_wrong_weight():
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_scale_by_default_and_negative(name):
+def test_default_and_negative_scale(name):
     q, k, v = tensors(9)
     module = MAPS[name]()
     close(module(q, k, v), definition(module, q, k, v)[0])
@@ -55,7 +55,7 @@ def test_scale_by_default_and_negative(name):
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_the_chunks_do_not_matter(name):
+def test_the_chunk_size_does_not_change_the_result(name):
     q, k, v = tensors(70)
     whole = MAPS[name](chunk=1000)
     for chunk in (1, 3, 64, None):
@@ -65,7 +65,7 @@ def test_the_chunks_do_not_matter(name):
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_steps_are_the_full_call(name):
+def test_steps_equal_the_full_call(name):
     q, k, v = tensors(30, H=4, Hkv=2)
     module = MAPS[name](chunk=7)
     full = module(q, k, v, True, enable_gqa=True)
@@ -83,7 +83,7 @@ def test_steps_are_the_full_call(name):
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_the_order_of_keys_does_not_matter_where_all_are_seen(name):
+def test_the_order_of_keys_does_not_matter_without_a_causal_mask(name):
     q, k, v = tensors(20)
     order = torch.randperm(20, generator=seeded())
     module = MAPS[name](chunk=3)
@@ -93,7 +93,7 @@ def test_the_order_of_keys_does_not_matter_where_all_are_seen(name):
 
 @pytest.mark.parametrize("name", MAPS)
 def test_the_future_is_not_seen(name):
-    """Not even by its size: whatever comes later, the past's bits stay, chunk or not."""
+    """Future keys, even huge ones, do not change a single bit of earlier rows, within a chunk or across chunks."""
     q, k, v = tensors(40, dtype=torch.float32)
     module = MAPS[name](chunk=16)
     out = module(q, k, v, True)
@@ -132,7 +132,7 @@ def test_half_types_are_computed_in_float32(dtype, name, causal):
 
 
 def test_keys_of_very_different_sizes():
-    """exp(-|k|^2/2) far below float32's smallest number, before and behind ordinary keys in one chunk."""
+    """exp(-|k|^2/2) is far below float32's smallest number, before and after ordinary keys in one chunk."""
     q, k, v = tensors(24, dtype=torch.float32)
     k[:, :, :5] *= 12
     k[:, :, 9] *= 25
@@ -145,7 +145,7 @@ def test_keys_of_very_different_sizes():
 
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_padding_may_hold_anything(name, causal):
+def test_padding_may_hold_nan(name, causal):
     q, k, v = tensors(20)
     mask = torch.ones(2, 20, dtype=torch.bool)
     mask[0, :7] = False  # left
@@ -182,8 +182,8 @@ def test_rows_without_features_give_zero():
         assert grad.isfinite().all() and not grad[:, :, 4].any()
 
 
-def test_no_epsilon_moves_the_result():
-    """One key: its value, however small its weight."""
+def test_one_key_gives_its_value_however_small_its_weight():
+    """An epsilon in the denominator would change the result."""
     q, k, v = tensors(1, dtype=torch.float32)
     for name in MAPS:
         for size in (1e-9, 1.0, 30.0):
@@ -237,7 +237,7 @@ def test_transforms(name):
 
 
 @pytest.mark.parametrize("name", ["elu", "favor"])
-def test_compiles_whole(name):
+def test_compiles_as_one_graph(name):
     module = MAPS[name](chunk=8)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     q, k, v = (t.requires_grad_() for t in tensors(20))
@@ -248,8 +248,8 @@ def test_compiles_whole(name):
         close(a, b)
 
 
-def test_backward_keeps_no_more_than_the_inputs():
-    """What a forward pass saves grows with T as the inputs do; a state for each row would be M times v."""
+def test_saved_tensors_are_no_larger_than_the_inputs():
+    """The forward pass saves O(T D) numbers for backward; a state for each row would be M times as many."""
     saved = []
     T = 32768
     q, k, v = (t.requires_grad_() for t in tensors(T, B=1, H=1, Dv=D, dtype=torch.float32))
@@ -270,7 +270,7 @@ def estimates(module: Features, m: int, q: Tensor, k: Tensor) -> Tensor:
 
 
 def off(found: Tensor, exact: float) -> float:
-    """How many standard errors the mean is away."""
+    """The distance of the mean from the exact value in standard errors."""
     return abs(float(found.mean()) - exact) / (float(found.std()) / math.sqrt(len(found)))
 
 
@@ -296,7 +296,7 @@ def test_favor_is_unbiased_and_its_variance_falls_with_features():
 
 
 def test_rows_of_length_sqrt_d_are_biased():
-    """The control of the test above: the shortcut that some implementations take is seen by it."""
+    """The test above would notice fixed lengths, a shortcut of some implementations."""
     q, k = one_pair()
     exact = float((q @ k / math.sqrt(D)).exp())
     module = Performer(D, 400_000, generator=seeded())
@@ -305,7 +305,7 @@ def test_rows_of_length_sqrt_d_are_biased():
     assert off(estimates(module, 8, q, k), exact) > 10
 
 
-def test_the_features_are_what_the_module_uses():
+def test_the_module_uses_its_features():
     """`lse` of one key is the log of the estimate by all features."""
     q, k = one_pair()
     for name in ("favor", "relu of projections"):
@@ -314,7 +314,7 @@ def test_the_features_are_what_the_module_uses():
         close(aux.lse.exp(), estimates(module, 20, q, k))
 
 
-def test_the_output_comes_near_softmax():
+def test_the_output_converges_to_softmax():
     q, k, v = (0.8 * t for t in tensors(64, B=1, H=2))
     exact = regard.attention(q, k, v, is_causal=True)
     errors = [
@@ -334,7 +334,7 @@ def test_relu_features_estimate_the_arc_cosine_kernel():
     assert off(estimates(ReLUFeatures(D, 400_000, generator=seeded()), 8, q, k), exact) < 3.5
 
 
-def test_directions_are_orthogonal_in_blocks_and_chi_long():
+def test_directions_are_orthogonal_in_blocks_with_chi_lengths():
     w = directions(5 * 16 + 3, 16, generator=seeded())
     for block in w.split(16):
         gram = block @ block.T
@@ -377,7 +377,7 @@ def test_redraw():
         ReLUFeatures().redraw()
 
 
-def test_activation_checkpointing_sees_the_same_directions():
+def test_activation_checkpointing_uses_the_same_directions():
     q, k, v = (t.requires_grad_() for t in tensors(9))
     module = Performer(D, 16, redraw_interval=1)
     out = torch.utils.checkpoint.checkpoint(module, q, k, v, use_reentrant=False)
@@ -400,7 +400,7 @@ def test_state_dict_and_dtypes():
     assert half.projection.dtype == torch.float32 and (half.projection == drawn).all()
     assert module.double().projection.dtype == torch.float64
     assert half(*(t.bfloat16() for t in (q, k, v))).dtype == torch.bfloat16
-    assert half(q, k, v).dtype == torch.float64  # follows the input, whatever the buffer is
+    assert half(q, k, v).dtype == torch.float64  # the input's dtype, not the buffer's
     with torch.autocast("cpu", torch.bfloat16):
         assert half(q.float(), k.float(), v.float()).dtype == torch.bfloat16
 
@@ -444,149 +444,3 @@ def test_errors_name_the_argument(make, message):
         make()
     with pytest.raises(TypeError, match="key_mask: expected a bool tensor"):
         LinearAttention()(*tensors(3), key_mask=torch.ones(3))
-
-
-# --- whole models -----------------------------------------------------------------------------------------------------
-
-transformers = pytest.importorskip("transformers")
-transformers.logging.set_verbosity_error()
-TEXT = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-}
-DECODER = TEXT | {"num_key_value_heads": 2, "head_dim": D, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
-
-
-def model_of(kind: str, **changes):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**(TEXT if kind == "Bert" else DECODER) | changes)
-    made = {"Bert": "BertForMaskedLM"}.get(kind, f"{kind}ForCausalLM")
-    model = getattr(transformers, made)(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.3)
-    return model.double()
-
-
-def by_whole_matrix(module: Features):
-    """The same attention for transformers, from the matrix of weights and a mask that is spelled out."""
-
-    def attend(layer, query, key, value, attention_mask, scaling=None, **_):
-        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
-        weights = phi(module, query, scaling) @ phi(module, key, scaling).mT
-        if attention_mask is not None:
-            weights = weights * attention_mask
-        total = weights.sum(-1, keepdim=True)
-        return (torch.where(total > 0, weights / total, 0.0) @ value).transpose(1, 2).contiguous(), None
-
-    return attend
-
-
-@pytest.fixture(params=["elu", "favor"])
-def registered(request):
-    module = MAPS[request.param](chunk=6)
-    regard.hf.register("by-features", module)
-    transformers.AttentionInterface.register("by-matrix", by_whole_matrix(module))
-    transformers.masking_utils.AttentionMaskInterface.register(
-        "by-matrix",
-        lambda **kwargs: transformers.masking_utils.sdpa_mask(**kwargs | {"allow_is_causal_skip": False}),
-    )
-    return module
-
-
-@pytest.mark.parametrize("kind", ["Llama", "Bert"])
-@pytest.mark.parametrize("side", [None, "left", "right"])
-def test_models(kind, side, registered):
-    model = model_of(kind)
-    ids = torch.randint(3, 64, (2, 20), generator=seeded())
-    mask = torch.ones(2, 20, dtype=torch.long)
-    if side is not None:
-        mask[1, slice(0, 6) if side == "left" else slice(13, 20)] = 0
-    found = {}
-    for name in ("by-features", "by-matrix"):
-        model.set_attn_implementation(name)
-        found[name] = model(input_ids=ids, attention_mask=mask).logits[mask.bool()]
-    close(found["by-features"], found["by-matrix"], 1e-10)
-    assert kind != "Llama" or found["by-features"].requires_grad
-
-
-def test_generation_with_a_cache(registered):
-    model = model_of("Llama")
-    ids = torch.randint(3, 64, (2, 9), generator=seeded())
-    mask = torch.ones(2, 9, dtype=torch.long)
-    mask[1, :4] = 0
-    tokens = {}
-    for name in ("by-features", "by-matrix"):
-        model.set_attn_implementation(name)
-        for cache in (True, False):
-            tokens[name, cache] = model.generate(
-                input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=False, use_cache=cache
-            )
-    first = tokens["by-matrix", False]
-    assert first.shape == (2, 17) and all(torch.equal(first, t) for t in tokens.values())
-    # A prompt in two pieces: the second one's queries see all keys before them.
-    model.set_attn_implementation("by-features")
-    whole = model(input_ids=ids).logits
-    half = model(input_ids=ids[:, :5], use_cache=True)
-    rest = model(input_ids=ids[:, 5:], past_key_values=half.past_key_values).logits
-    close(torch.cat([half.logits, rest], 1), whole, 1e-10)
-
-
-def test_models_that_ask_for_more_are_refused():
-    regard.hf.register("by-features", LinearAttention())
-    ids = torch.randint(3, 64, (2, 20), generator=seeded())
-    mistral = model_of("Mistral", sliding_window=7)
-    mistral.set_attn_implementation("by-features")
-    with pytest.raises(ValueError, match=r"attention_mask: expected a causal or bidirectional model.*Window"):
-        mistral(input_ids=ids)
-    llama = model_of("Llama")
-    llama.set_attn_implementation("by-features")
-    with pytest.raises(ValueError, match=r"attention_mask: expected.*got a mask Tensor\(bool"):
-        llama(input_ids=ids, attention_mask=torch.ones(2, 1, 20, 20, dtype=torch.bool).tril())
-    with pytest.raises(ValueError, match=r"attention_mask: expected a causal or bidirectional model.*Documents"):
-        llama(input_ids=ids, position_ids=torch.arange(20).remainder(10)[None].expand(2, -1), use_cache=False)
-    given = {name: torch.zeros(1, 2, 4, D) for name in ("query", "key", "value")} | {"module": llama}
-    for extra, message in (
-        ({"softcap": 2.0}, "softcap: expected none"),
-        ({"dropout": 0.1}, "dropout: expected none"),
-        ({"s_aux": torch.zeros(2)}, "s_aux: expected a model without sinks"),
-        ({"position_bias": torch.zeros(1, 2, 4, 4)}, "attention_mask: expected"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            regard.hf.attention_function(LinearAttention(), **given, **extra)
-    with pytest.raises(TypeError, match=r"problem: expected a Transport, a module of regard\.features or None"):
-        regard.hf.register("by-features", torch.nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize("side", [None, "left", "right"])
-def test_inspection(side, registered):
-    model = model_of("Llama")
-    model.set_attn_implementation("by-features")
-    ids = torch.randint(3, 64, (2, 20), generator=seeded())
-    mask = torch.ones(2, 20, dtype=torch.long)
-    if side is not None:
-        mask[1, slice(0, 6) if side == "left" else slice(13, 20)] = 0
-    given = {"input_ids": ids, "attention_mask": mask}
-    seen = regard.inspect(model, given)
-    assert seen.statistics == ("lse", "first_key_mass", "mass") and len(seen.layers) == 2
-    assert seen.rows == int(mask.sum())
-    assert seen.mean("lse").isfinite().all() and seen.mean("normalized_entropy").isnan().all()
-    assert "by-features" in seen.about["problems"] and seen.summary() and seen.to_json() and seen.to_html()
-    notes = [f for f in seen.findings() if f.value is None]
-    assert any("entropy" in f.message for f in notes)
-    if side is None:
-        full = regard.inspect(model, given, statistics=("key_mass", "first_key_mass"))
-        profile = full.layers[0].profile()  # of key 0: all that the queries sent to it
-        close(profile["key_mass"][0], full.mean("first_key_mass")[0], 1e-6)
-    else:
-        with pytest.raises(ValueError, match="key_mass"):
-            regard.inspect(model, given, statistics=("key_mass",))
-    with pytest.raises(ValueError, match="entropy needs every single weight"):
-        regard.inspect(model, given, statistics=("entropy",))
-    for wrong in ("patterns", "views"):
-        with pytest.raises(ValueError, match=f"{wrong}: expected False"):
-            regard.inspect(model, given, **{wrong: True})

@@ -108,7 +108,7 @@ def test_unsupported_models_raise():
         ({"position_bias": torch.zeros(1, 2, 4, 4)}, "attention_mask: expected"),
     ):
         with pytest.raises(ValueError, match=message):
-            regard.hf._attend(LinearAttention(), **given, **extra)
+            regard.hf.attention_function(LinearAttention(), **given, **extra)
     with pytest.raises(TypeError, match=r"problem: expected a Transport, a module of regard\.features or None"):
         regard.hf.register("by-features", torch.nn.Linear(2, 2))
 
