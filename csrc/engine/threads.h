@@ -42,7 +42,7 @@ thread_local Call *current = nullptr;
 thread_local bool is_helper = false;  // whether this thread is another than the one that made the call
 
 // Whether the call was interrupted. Long jobs ask now and then.
-bool stopped_early() {
+[[maybe_unused]] bool stopped_early() {
   if (!is_helper) current->ask();
   return current->stopped.load(std::memory_order_relaxed);
 }
