@@ -299,7 +299,7 @@ class Problem:
         if "level" in self.leaves:  # of relaxed rows it multiplies the price
             by_level = (w * u).sum(-1, keepdim=True)
             if self.marginal == "relax":
-                by_level = by_level * torch.where(by_level > 0, rows.dual.abs() / form.level, 0.0)
+                by_level = by_level * torch.where(by_level > 0, rows.dual.abs() / form.marginal_parameter, 0.0)
             sizes["level"] = float(by_level.sum())
         if "alpha" in self.leaves:  # beta^2 (1 - 1/y - log y), y = (p/pi)^(alpha - 1)
             power = form.alpha - 1
