@@ -1,4 +1,4 @@
-"""`python -m regard` is the command `regard`, for launchers that start a module: `torchrun -m regard lab run ...`."""
+"""`python -m regard` runs the command `regard`. Launchers that start a module need it: `torchrun -m regard lab run`."""
 
 from .cli import app
 

@@ -1,7 +1,7 @@
 """Every private name of PyTorch that regard uses, in one file.
 
-PyTorch does not promise these names. When a new version moves one, this is the only file to change; no other module of
-regard imports a name of PyTorch that begins with an underscore.
+PyTorch may rename or remove these names in any version. Then this is the only file to change: no other module of regard
+imports a name of PyTorch that begins with an underscore.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _NO_DISPATCH = Tensor.__torch_dispatch__  # type: ignore[reportAttributeAccessIs
 
 
 def has_torch_dispatch(kind: type) -> bool:
-    """Whether a subclass of Tensor computes PyTorch's operations itself."""
+    """Whether a subclass of Tensor implements PyTorch's operations itself."""
     return kind.__torch_dispatch__ is not _NO_DISPATCH  # type: ignore[reportAttributeAccessIssue]
 
 
@@ -85,7 +85,7 @@ def forward_mode() -> bool:
 
 
 def forward_mode_enabled() -> AbstractContextManager:
-    """Turn forward mode on inside, as the jvp of a Function needs it."""
+    """A context in which forward mode is enabled. The jvp of a Function needs it."""
     return forward_ad._set_fwd_grad_enabled(True)
 
 
@@ -121,7 +121,7 @@ def add_legacy_batch(tensor: Tensor, level: int) -> Tensor:
 
 def remove_legacy_batch(tensor: Tensor, level: int) -> Tensor:
     """Make the batch an ordinary first dimension."""
-    # The size given (here 1) counts only for tensors that are not batched.
+    # The size (here 1) is used only for tensors that are not batched.
     return torch._remove_batch_dim(tensor, level, 1, 0)  # type: ignore[reportPrivateImportUsage]
 
 
@@ -129,7 +129,7 @@ def remove_legacy_batch(tensor: Tensor, level: int) -> Tensor:
 
 
 def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """What `function.apply` does where no transform is active, without its slow look at forward's signature."""
+    """`function.apply` for code outside of transforms. It skips the slow inspection of forward's signature."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
@@ -139,7 +139,7 @@ _AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality) 
 
 
 def autograd_inside() -> Any:
-    """A context that lets the body of an operator use autograd, which PyTorch turns off there."""
+    """A context that enables autograd in the body of an operator, where PyTorch disables it."""
     inside, outside = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     return torch._C._ForceDispatchKeyGuard(inside, outside - _AUTOGRAD)
 
@@ -148,5 +148,5 @@ _library = torch.library.Library("regard", "FRAGMENT")
 
 
 def register_batching_rule(operator: Any, rule: Callable[..., Any]) -> None:
-    """How an operator of regard computes on batched gradients."""
+    """Register how an operator of regard computes on batched gradients."""
     _library.impl(operator._opname, rule, "Batched")

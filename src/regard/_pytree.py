@@ -1,7 +1,7 @@
 """What the declared parts of a problem share.
 
-A part is frozen, compares by structure (its tensors by identity), prints as it is written, and is a pytree whose
-leaves are its tensors.
+A part is frozen, compares by structure (its tensors by identity), prints as the call that makes it, and is a pytree
+whose leaves are its tensors.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class Part:
 
     def __init_subclass__(cls, abstract: bool = False) -> None:
         super().__init_subclass__()
-        # Methods defined here win over dataclass's own: eq and repr are ours.
+        # This class defines eq and repr, so dataclass must not generate them.
         dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
         cls._names = tuple(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
         if not abstract:
             _register_pytree(cls)
-            torch.serialization.add_safe_globals([cls])  # plain data: may stand in a checkpoint
+            torch.serialization.add_safe_globals([cls])  # plain data: torch.load may read it from a checkpoint
 
     def _values(self) -> tuple:
         return tuple(getattr(self, name) for name in self._names)
 
     def _declare(self) -> None:
-        """Called once the fields are set, however they were set."""
+        """Called after unflattening has set the fields. A subclass may register the new object here."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Part) or type(self) is not type(other):
@@ -67,28 +67,28 @@ def _register_pytree(cls: type[Part]) -> None:
 
     def split(part: Any) -> tuple[list[str], list[Any], tuple]:
         # Tensors, parts and tuples of parts are children; numbers, strings and callables are structure.
-        # One that was unflattened keeps its children, whatever they have become.
-        moving = getattr(part, "_moving", None) or [
+        # An unflattened part keeps the same children, because tree_map may have replaced tensors by other objects.
+        child_names = getattr(part, "_child_names", None) or [
             n for n in names if isinstance(getattr(part, n), Tensor | Part | tuple)
         ]
-        fixed = tuple((n, getattr(part, n)) for n in names if n not in moving)
-        return moving, [getattr(part, n) for n in moving], (tuple(moving), fixed)
+        fixed = tuple((n, getattr(part, n)) for n in names if n not in child_names)
+        return child_names, [getattr(part, n) for n in child_names], (tuple(child_names), fixed)
 
     def flatten(part: Any) -> tuple[list[Any], tuple]:
         _, children, context = split(part)
         return children, context
 
     def flatten_with_keys(part: Any) -> tuple[list[Any], tuple]:
-        moving, children, context = split(part)
-        return [(pytree.GetAttrKey(n), c) for n, c in zip(moving, children, strict=True)], context
+        child_names, children, context = split(part)
+        return [(pytree.GetAttrKey(n), c) for n, c in zip(child_names, children, strict=True)], context
 
     def unflatten(children: Any, context: tuple) -> Any:
-        # No validation: a tree_map may put anything where a tensor was.
-        moving, fixed = context
+        # No validation: tree_map may have replaced a tensor by any object.
+        child_names, fixed = context
         part = cls.__new__(cls)
-        for name, value in itertools.chain(zip(moving, children, strict=True), fixed):
+        for name, value in itertools.chain(zip(child_names, children, strict=True), fixed):
             object.__setattr__(part, name, value)
-        object.__setattr__(part, "_moving", list(moving))
+        object.__setattr__(part, "_child_names", list(child_names))
         part._declare()
         return part
 
@@ -104,5 +104,5 @@ def _register_pytree(cls: type[Part]) -> None:
 
 
 def tuple_or_self(value: Any) -> Any:
-    """JSON has no tuples: give a list back as one."""
+    """A list as a tuple, because JSON has no tuples. Other values stay as they are."""
     return tuple(value) if isinstance(value, list) else value

@@ -1,6 +1,6 @@
-"""Checks of arguments, and the shapes that arguments are brought to.
+"""Checks of arguments, and their conversion to common shapes.
 
-An error names the argument, what was expected and what came: `name: expected ..., got ...`.
+An error names the argument, what was expected and what was given: `name: expected ..., got ...`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def probability(x: float) -> bool:
 
 
 def concrete(tensor: object) -> bool:
-    """Whether a tensor's values may be looked at: not while compiling, under a transform, or on fake tensors."""
+    """Whether a tensor's values can be read. They cannot while compiling, under a transform, or on fake tensors."""
     return (
         not torch.compiler.is_compiling()
         and (type(tensor) is Tensor or isinstance(tensor, torch.nn.Parameter))
@@ -99,7 +99,7 @@ def may_be_zero(temperature: Scalar) -> bool:
     if torch.compiler.is_compiling():
         return True
     plain = temperature
-    while is_gradtrackingtensor(plain):  # grad and jvp hide no values; vmap does
+    while is_gradtrackingtensor(plain):  # values can be read under grad and jvp, but not under vmap
         plain = get_unwrapped(plain)
     if type(plain) not in (Tensor, torch.nn.Parameter) or plain.is_meta or is_batchedtensor(plain):
         return True
@@ -133,15 +133,15 @@ def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def check_type(name: str, tensor: Tensor) -> None:
-    """Raise for a subclass of Tensor whose memory need not hold the numbers that it stands for. One that answers
-    PyTorch's operations itself (`__torch_dispatch__`: DTensor and other wrappers) may pass."""
+    """Raise for a subclass of Tensor, because its memory may not hold the numbers that it represents. Subclasses that
+    implement PyTorch's operations themselves (`__torch_dispatch__`: DTensor and other wrappers) are accepted."""
     kind = type(tensor)
     if kind not in PLAIN_TENSOR_TYPES and not has_torch_dispatch(kind):
         raise TypeError(f"{name}: expected a plain tensor, got a {kind.__name__}, which is a subclass of Tensor")
 
 
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast, what PyTorch does to its own attention: cast to the autocast dtype (float64 stays)."""
+    """Under autocast, cast to the autocast dtype as PyTorch's own attention does (float64 stays float64)."""
     if not autocast_anywhere():
         return query, key, value
     device = query.device.type if isinstance(query, Tensor) else "meta"
@@ -156,8 +156,8 @@ def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """The common case, told at a glance: dense tensors [B, H, T, D] of one dtype, on one device, whose sizes agree.
-    `check_tensors`, `leading_shape` and `fold` would find nothing to do."""
+    """A quick test for the common case: dense tensors [B, H, T, D] of one dtype, on one device, whose sizes agree.
+    For these, `check_tensors`, `leading_shape` and `fold` have nothing to do."""
     for tensor in (query, key, value):
         if type(tensor) is not Tensor or tensor.is_nested or tensor.layout is not torch.strided:
             return False
@@ -208,7 +208,7 @@ def leading_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
         if not enable_gqa:
             raise ValueError(
                 f"key: expected {heads[0]} heads, as query, got {list(key.shape)} "
-                f"(enable_gqa=True lets query heads share)"
+                f"(enable_gqa=True allows query heads to share key heads)"
             )
         if heads[1] == 0 or heads[0] % heads[1]:
             raise ValueError(f"key: expected a number of heads that divides query's {heads[0]}, got {list(key.shape)}")
@@ -227,7 +227,7 @@ def leading_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
 
 
 def fold(tensor: Tensor, lead: tuple[int, ...], heads: int | None = None) -> Tensor:
-    """[..., h, T, D] -> [B, h, T, D]; `heads` repeats a lone head (as a view)."""
+    """[..., h, T, D] -> [B, h, T, D]; `heads` expands a single head to that number (as a view)."""
     if tensor.dim() == 2:
         tensor = tensor.unsqueeze(0)
     shape = (*lead[:-1], heads or tensor.shape[-3], *tensor.shape[-2:])
@@ -239,7 +239,7 @@ def fold(tensor: Tensor, lead: tuple[int, ...], heads: int | None = None) -> Ten
 
 
 def broadcastable(name: str, tensor: Tensor, lead: tuple[int, ...], Tq: int, Tk: int, device: torch.device) -> Tensor:
-    """Any tensor that broadcasts to [*lead, Tq, Tk], as four dimensions, not expanded."""
+    """A tensor that broadcasts to [*lead, Tq, Tk], as four dimensions. It is not expanded."""
     check_type(name, tensor)
     check_device(name, tensor, device)
     full = (*lead, Tq, Tk)
@@ -260,7 +260,7 @@ def broadcastable(name: str, tensor: Tensor, lead: tuple[int, ...], Tq: int, Tk:
 def row_parameter(
     name: str, value: Scalar, B: int, H: int, Tq: int, dtype: torch.dtype, device: torch.device, per_head: bool
 ) -> Scalar:
-    """A number as it is; a tensor as [B|1, H|1, Tq|1, 1] in the compute dtype (shape [H] is per head, if allowed)."""
+    """A number unchanged; a tensor as [B|1, H|1, Tq|1, 1] in the compute dtype (shape [H] is per head, if allowed)."""
     if not isinstance(value, Tensor):
         return float(value)
     check_type(name, value)

@@ -1,6 +1,6 @@
-"""Do f, link and slope of an `FDivergence` agree? `examine` compares them on a grid of points, in float64.
+"""Whether f, link and slope of an `FDivergence` agree: `examine` compares them on a grid of points, in float64.
 
-Each check that fails raises a ValueError that names the argument at fault and the point where it fails.
+A check that fails raises ValueError. The message names the wrong argument and the point where it is wrong.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from .convex import LARGEST, value_and_derivative
 
 Function = Callable[[Tensor], Tensor]
 
-# A link may miss the inverse of f' by CLOSE of the ratio, and by what a change of t by NOISE explains: rounding, where
-# terms of f' cancel. Outside of the ratios from 1e-4 to 1e4 formulas such as log(exp(x) - 1) lose more: there both are
-# ROUGH. Beyond 1e-12 and 1e6 only the limits of f' and link are looked at.
+# Relative tolerances. link(t) may differ from the inverse of f' by CLOSE of the ratio, and by the effect of a change of
+# t by NOISE, because terms of f' may cancel. Outside of the ratios from 1e-4 to 1e4, formulas such as log(exp(x) - 1)
+# lose more digits: there the two tolerances are ROUGH and CLOSE. Below the ratio 1e-12 and above 1e6 only the limits of
+# f' and link are checked.
 CLOSE, NOISE, ROUGH = 1e-6, 1e-9, 1e-3
 
 
 class Examined(NamedTuple):
+    """What `examine` finds out about functions that agree."""
+
     upper: float  # link counts as inf at and above it
     signed: bool  # link inverts f' at negative ratios, too: plans may be negative
 
@@ -39,7 +42,7 @@ def examine(f: Function, link: Function, slope: Function, lower: float) -> Exami
             raise
         for device in _captured_devices(f, link, slope):  # the functions may hold tensors of another device
             if device.type == "meta" and type(torch.empty(1, device=device)) is Tensor:
-                return Examined(math.inf, False)  # without values there is nothing to compare
+                return Examined(math.inf, False)  # meta tensors have no values to compare
             try:
                 return _examine(_moved(f, device), _moved(link, device), _moved(slope, device), lower)
             except ValueError as other:
@@ -115,7 +118,7 @@ def _tensor(*numbers: float) -> Tensor:
 
 
 def _ratios(f: Function, lower: float) -> tuple[Tensor, Tensor]:
-    """Ratios at which f is finite and f' there; f must be strictly convex, and f' above lower."""
+    """Ratios at which f is finite, and f' there. Raises unless f is strictly convex and f' is above lower."""
     tiny = 10 ** _tensor(-300, -200, -150, -100, -50, -30, -20, -16)
     huge = 10 ** _tensor(7, 8, 10, 12, 16, 20, 30, 50, 100, 150, 200, 300)
     x = torch.cat([tiny, 10 ** torch.linspace(-12, 6, 145, dtype=torch.float64, device="cpu"), huge])
@@ -139,7 +142,7 @@ def _ratios(f: Function, lower: float) -> tuple[Tensor, Tensor]:
 
     size = torch.maximum(t[1:].abs(), t[:-1].abs())
     falls = t[1:] < t[:-1] - NOISE * size
-    # Far out f' may be constant to rounding. Where it rises again it was a straight piece: link would have to jump.
+    # At large ratios f' may be constant to rounding. If it rises later, f has a straight piece, where link would jump.
     straight = (t[1:] - t[:-1] <= 1e-13 * size) & (x[:-1] >= 0.1) & (t[-1] - t[1:] > CLOSE * size)
     for bad in (falls, straight):
         if bool(bad.any()):
@@ -160,13 +163,13 @@ def _ratios(f: Function, lower: float) -> tuple[Tensor, Tensor]:
 
 
 def _typical(bad: Tensor, distance: Tensor | None = None) -> int:
-    """Of the points that are wrong, the one of the least distance, or the one in the middle of the grid."""
+    """The wrong point that a message shows: the one with the least distance, or the middle one."""
     places = bad.nonzero().flatten()
     return int(places[len(places) // 2] if distance is None else places[distance[places].argmin()])
 
 
 def _inverts(f: Function, link: Function, lower: float, ratios: Tensor, derivatives: Tensor) -> tuple[Tensor, Tensor]:
-    """f'(link(t)) = t and link increases: at f' of every ratio of the grid, between these, and close to lower."""
+    """Check that f'(link(t)) = t and that link increases: at f' of every ratio, between these, and close to lower."""
     t = derivatives[(ratios >= 0.99e-12) & (ratios <= 1.01e6)]
     inner = derivatives[(ratios >= 1e-4) & (ratios <= 1e2)]
     at_one = derivatives[ratios <= 1][-1]
@@ -175,9 +178,9 @@ def _inverts(f: Function, link: Function, lower: float, ratios: Tensor, derivati
         close = lower + max(1.0, abs(lower)) * _tensor(1e-9, 1e-6, 1e-3)
         t = torch.cat([t, close[(close > derivatives[0]) & (close < at_one)]])
     top = derivatives[-1]
-    if ratios[-1] < 0.99e6:  # ratios are bounded: also where link comes close to the largest one
+    if ratios[-1] < 0.99e6:  # ratios are bounded: check also where link is close to the largest one
         t = torch.cat([t, top + max(1.0, abs(float(top))) * _tensor(1e-3, 0.1, 1, 10, 1000)])
-    else:  # f' may be bounded: not where it has reached its supremum to rounding
+    else:  # f' may be bounded: skip the points where it equals its supremum to rounding
         t = t[t < top - NOISE * top.abs()]
     t = t[(t > lower) & t.isfinite()].unique()
     y = _call("link", link, t)
@@ -212,8 +215,8 @@ def _mismatch(f: Function, t: Tensor, y: Tensor) -> ValueError:
 
 
 def _misses(f: Function, t: Tensor, y: Tensor) -> Tensor:
-    """Where the true inverse of f' at t is not within rounding of y: f' a little below y must not exceed t, f' a
-    little above must reach it. So the tolerance grows with the conditioning of f'."""
+    """True where y is not the inverse of f' at t within rounding. f' a little below y must not exceed t, and f' a
+    little above y must reach t. So the tolerance grows with the conditioning of f'."""
     usual = (y.abs() >= 1e-4) & (y.abs() <= 1e4)
     step = torch.where(usual, CLOSE, ROUGH) * y.abs()
     more = torch.where(y < 0, y + step, (y + step).clamp(min=1 / LARGEST))  # y = 0 may be an underflow
@@ -229,8 +232,8 @@ def _misses(f: Function, t: Tensor, y: Tensor) -> Tensor:
 def _below(
     f: Function, link: Function, slope: Function, lower: float, ratios: Tensor, derivatives: Tensor
 ) -> Tensor | None:
-    """Below f' of the smallest ratio, link is 0 or next to 0 (and so is slope); or link is negative, and inverts f'
-    there, too: then the result is f' of negative ratios, from below."""
+    """Check link below f' of the smallest ratio. There link and slope are 0 or nearly 0, and the result is None. Or
+    link is negative and inverts f' at negative ratios, too: then the result is f' at such ratios, in rising order."""
     bottom = float(derivatives[0])
     settled = abs(bottom - float(derivatives[ratios <= ratios[0].sqrt()][-1])) <= CLOSE * (1 + abs(bottom))
     size = max(1.0, abs(bottom))
@@ -257,7 +260,7 @@ def _below(
         shown = _show(bottom if abs(bottom) > 1e-100 else 0.0)
         expected = f"the infimum of f', {'' if settled else 'at most '}{shown}"
         raise _wrong("lower", expected, f"{_show(lower)}, where link gives {_show(y[i])} at t = {_show(t[i])}")
-    zero = t[(y == 0) & settled]  # a link such as relu, which is 0 below the range of f' without being told by `lower`
+    zero = t[(y == 0) & settled]  # relu, for example, is 0 below the range of f' without `lower`
     found = _call("slope", slope, zero)
     if bool((found != 0).any()):
         i = _typical(found != 0)
@@ -266,7 +269,7 @@ def _below(
 
 
 def _above(f: Function, link: Function, ratios: Tensor, derivatives: Tensor) -> float:
-    """The t at and above which link counts as inf: inf itself, unless f' is bounded and the link goes on beyond."""
+    """The t at and above which link counts as inf: inf itself, unless f' is bounded and link is finite beyond."""
     if ratios[-1] < 0.99e6:
         return math.inf
     far = ratios >= 0.99e6
@@ -283,7 +286,7 @@ def _above(f: Function, link: Function, ratios: Tensor, derivatives: Tensor) -> 
         return math.inf
     supremum = float(t[-1])
     if abs(supremum - float(derivatives[ratios <= ratios[-1].sqrt()][-1])) <= CLOSE * (1 + abs(supremum)):
-        return top  # f' has a supremum, and this is where rounding reaches it
+        return top  # f' has a supremum, and reaches it here to rounding
     if int(agrees.sum()) < len(x):
         raise _mismatch(f, t[i + 1], y[i + 1])
     j = _typical(~rising)
@@ -295,7 +298,7 @@ def _above(f: Function, link: Function, ratios: Tensor, derivatives: Tensor) -> 
 
 
 def _differentiates(link: Function, slope: Function, lower: float, t: Tensor) -> None:
-    """slope lies between the difference quotients of link to either side."""
+    """Check that slope lies between the difference quotients of link on both sides."""
     h = 1e-3 * torch.minimum(t[1:-1] - t[:-2], t[2:] - t[1:-1])
     t = t[1:-1]
     usable = (h > 1e-8 * t.abs()) & (t - h > lower)
@@ -314,7 +317,7 @@ def _differentiates(link: Function, slope: Function, lower: float, t: Tensor) ->
 def _elementwise(
     f: Function, link: Function, slope: Function, lower: float, ratios: Tensor, derivatives: Tensor
 ) -> None:
-    """The same numbers in another shape and order, and float32 for float32."""
+    """Check that each element is computed by itself (in another shape and order, too), and float32 in float32."""
     inner = (ratios >= 0.1) & (ratios <= 2)
     x, t = ratios[inner], derivatives[inner]
     inner_t = t[(t > lower) & (t.float() > lower)]

@@ -1,7 +1,7 @@
 """The arguments of `attention`, described once for every function that takes them.
 
 `attention` writes its own signature out. A function that takes some of the same arguments declares
-`**options: Unpack[PlanOptions]` and is decorated with `takes_options`: type checkers know each option, `help()` lists
+`**options: Unpack[PlanOptions]` and is decorated with `takes_options`: type checkers see each option, `help()` lists
 them, and an unknown name raises TypeError.
 """
 

@@ -89,7 +89,7 @@ def refuse_causal(name: str, form: Form, Tq: int, Tk: int, device: torch.device)
         if bool(torch.as_tensor(above).all()):
             return
         below |= allowed.tril(start - 1).flatten(2).any(-1)
-        # A query with a single key ships all its mass to it. Where only the last query reads, there is no later one.
+        # A query with a single key sends all its mass there. If only the last query reads keys, no query is later.
         choice |= (allowed.sum(-1) > 1).any(-1)
         others |= allowed[:, :, : size - (rows.stop == Tq)].flatten(2).any(-1)
     if bool((below & ~above & choice & others).any()):

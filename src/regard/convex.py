@@ -1,6 +1,6 @@
-"""Convex functions of one variable, known by their values: derivatives, and a bound of the conjugate.
+"""Convex functions of one variable, given as Python functions: derivatives, and a bound of the conjugate.
 
-`conjugate_bound` bounds f*(eta) = sup_x eta x - f(x) from above with nothing but f. A certificate rests on it.
+`conjugate_bound` bounds f*(eta) = sup_x eta x - f(x) from above and uses f alone. Certificates need this bound.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def derivative_of(link: Function, t: Tensor) -> Tensor:
     # The same by plain autograd: the first use of torch.func imports the compiler, which takes seconds.
     again = torch.is_grad_enabled() and t.requires_grad
     with torch.inference_mode(False), torch.enable_grad():
-        x = t if again else t.detach().clone().requires_grad_()  # a copy: autograd saves no inference tensor
+        x = t if again else t.detach().clone().requires_grad_()  # a copy: autograd cannot save inference tensors
         (derivative,) = torch.autograd.grad(link(x).sum(), x, create_graph=again)
     return derivative
 
@@ -62,11 +62,11 @@ class _Point(NamedTuple):
 
 
 def conjugate_bound(f: Function, eta: Tensor, start: Tensor, signed: bool = False) -> Tensor:
-    """An upper bound of f*(eta) = sup eta x - f(x) over x >= 0 (`signed`: over all x), for convex f; +inf if none.
+    """An upper bound of f*(eta) = sup eta x - f(x) over x >= 0 (`signed`: over all x) for convex f, or +inf.
 
     h(x) = eta x - f(x) is concave, so two tangents bound it wherever h rises at the one and falls at the other. The
-    search for such a pair begins around `start`, and bisection tightens the bound to rounding. `start` decides only
-    how long this takes: at the maximum two evaluations of f are enough, anywhere else the bound is as valid.
+    search for such a pair begins around `start`, and bisection tightens the bound to rounding. The bound is valid for
+    any `start`, which affects only the time: two evaluations of f are enough if it is the maximum.
     """
     to, back = (torch.asinh, torch.sinh) if signed else (torch.log, torch.exp)
     last = math.log(LARGEST)
@@ -81,7 +81,7 @@ def conjugate_bound(f: Function, eta: Tensor, start: Tensor, signed: bool = Fals
         end = torch.where(x > middle, -math.inf, math.inf).to(slope.dtype)  # the side on which x leaves the domain
         slope = torch.where(value.isfinite() & ~derivative.isnan(), slope, end)
         h = torch.where(value.isfinite(), h, -math.inf)
-        # Below the smallest ratio there is only 0; beyond the largest anything may be.
+        # Below the smallest ratio only 0 is left; beyond the largest nothing is known about f.
         low_end, high_end = (u <= -last) & ((slope < 0) | (not signed)), (u >= last) & (slope > 0)
         x = torch.where(high_end, math.inf, torch.where(low_end, -math.inf if signed else 0.0, x))
         h = torch.where(low_end | high_end, -math.inf, h)

@@ -13,8 +13,8 @@ from .problem import Transport
 from .solvers import solver_for
 from .statistics import AuxOutput, requested
 
-# Each is called with a call's form, a function that computes more of it (names -> results) and its output
-# [B, H, Tq, Dv]. The list is empty except while a `Monitor` samples a step.
+# Functions that are called after each call of `attention`, with its form, a function that computes statistics of that
+# form (names -> results), and its output [B, H, Tq, Dv]. The list is empty except while a `Monitor` samples a step.
 observers: list[Callable[[Form, Callable[[tuple[str, ...]], dict[str, Tensor]], Tensor], None]] = []
 
 
@@ -41,7 +41,7 @@ def attend(
     for observe in observers:
         observe(form, lambda names: compute(form, names), out)
     assert form.query is not None
-    if out.dtype != form.query.dtype:  # autocast may have changed the query's
+    if out.dtype != form.query.dtype:  # autocast may have changed the query's dtype
         out = out.to(form.query.dtype)
     out = unfold(out, query, key, value)
     if return_aux is None:

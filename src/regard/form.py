@@ -1,11 +1,11 @@
 """The normal form of a problem: `Form`, one flat record that every solver and every backend reads.
 
-`lower` (lowering.py) checks the arguments of `attention` and fills the record. Nothing behind it reads the user's
-objects again.
+`lower` (lowering.py) checks the arguments of `attention` and fills the record. Later code reads the record only, not
+the user's objects.
 
 Shape letters, here and everywhere: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D, Dv head sizes.
 Every tensor but key and value broadcasts to [B, H, Tq, Tk]. So one rule cuts a block out of a problem (`Form.cut`), and
-a block of a Form is again a Form. A tensor that came in broadcast is never expanded.
+a block of a Form is again a Form. A tensor that is given with broadcast dimensions is never expanded.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Form:
 
     # The marginal: "rows", "sink", "relax", "free" or "columns" (both marginals).
     marginal: str = "rows"
-    mass: float = 1.0  # that each query ships
+    mass: float = 1.0  # that each query sends
     marginal_parameter: Scalar = 0.0  # sink: its score; free: the offset; relax, columns: rho (0: no penalty)
     row_mass: Tensor | None = None  # columns: [B|1, H|1, Tq|1, 1], in place of `mass`
     column_mass: Tensor | None = None  # columns: [B|1, H|1, 1, Tk|1]
@@ -70,7 +70,7 @@ class Form:
     # The temperature, or the statistic that it is found from.
     temperature: Scalar = 1.0
     hard: bool = False  # whether some row may have temperature 0
-    matched: str | None = None  # "kl" or "entropy": find the temperature of each row at which it is `budget`
+    matched: str | None = None  # "kl" or "entropy": find each row's temperature, where this statistic is `budget`
     budget: Tensor | None = None  # [B|1, H|1, Tq|1, 1]
 
     # Dropout: the hash of (key, query, dropout_key) decides which weights are dropped.
@@ -156,7 +156,7 @@ class Form:
         return self.with_tensors({name: tensor.detach() for name, tensor in self.tensors().items()})
 
     def widened(self) -> Form:
-        """The same problem in float64. Masks, float masks and log-priors keep their dtype: backends read any."""
+        """The same problem in float64. Masks, float masks and log-priors keep their dtype: backends read all."""
         if self.dtype == torch.float64:
             return self
         kept = ("mask", "score_bias", "query_ids", "key_ids", "dropout_key")

@@ -61,7 +61,7 @@ def lower(
         check_tensors(query, key, value)
         lead = leading_shape(query, key, value, enable_gqa)
         query, key, value = fold(query, lead, lead[-1]), fold(key, lead), fold(value, lead)
-        if key.shape[1] != value.shape[1]:  # one head for all
+        if key.shape[1] != value.shape[1]:  # one head of keys or of values for all
             heads = max(key.shape[1], value.shape[1])
             key, value = key.expand(-1, heads, -1, -1), value.expand(-1, heads, -1, -1)
     if key_scale is not None:
@@ -135,7 +135,8 @@ def _causal_bias(attn_mask: object, Tq: int, Tk: int) -> Causal | None:
 
     if not isinstance(attn_mask, CausalBias):
         return None
-    if not isinstance(getattr(attn_mask, "variant", None), CausalVariant):  # an operation on one keeps its type alone
+    # An operation on a CausalBias keeps the type and drops the attributes.
+    if not isinstance(getattr(attn_mask, "variant", None), CausalVariant):
         raise TypeError(
             "attn_mask: expected a CausalBias as causal_upper_left or causal_lower_right returned it, got one that "
             "another operation made (indexing, a cast, a copy to a device)"
@@ -195,8 +196,8 @@ def _scale_keys(key: Tensor, value: Tensor, key_scale: Tensor, lead: tuple[int, 
 def lower_problem(
     problem: Transport | None, shape: PlanShape, is_causal: bool = False, causal: Causal | None = None
 ) -> Form:
-    """The part of the form that the problem decides. `is_causal`, and the prior `causal` that a mask stands for,
-    multiply into its prior."""
+    """The part of the form that comes from the problem. `is_causal` and `causal` (the prior that a CausalBias stands
+    for) multiply into its prior."""
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal: expected a bool, got {describe(is_causal)}")
     given = () if causal is None else (causal,)
@@ -219,7 +220,7 @@ def lower_problem(
     if form.marginal == "columns":
         _check_columns(form, problem, shape)
     if form.hard and form.known_hard:
-        # Keys that take at most pi each (Fermi-Dirac) do not follow the rule "the best takes all".
+        # Under Fermi-Dirac each key takes at most pi, so the best key cannot take all the mass.
         unlike = form.marginal != "rows" or form.mass != 1 or form.weighted
         if form.marginal == "free" or (problem.regularizer.ceiling < math.inf and unlike):
             raise ValueError(f"temperature: 0 (hard routing) has no meaning for {problem!r}; expected temperature > 0")
@@ -274,16 +275,16 @@ def _lower_columns(form: Form, problem: Transport, marginal: RowsAndColumns, sha
     form.marginal = "columns"
     form.columns = ColumnSettings(marginal.tolerance, marginal.max_iterations, marginal.iterations, marginal.strict)
     if isinstance(marginal.row, Tensor):
-        shipped = broadcastable("RowsAndColumns(row)", marginal.row[..., None], lead, Tq, 1, device).to(dtype)
-        check_values("RowsAndColumns(row)", shipped, "finite numbers >= 0", lambda a: (a >= 0) & a.isfinite())
-        form.row_mass = shipped
+        row_mass = broadcastable("RowsAndColumns(row)", marginal.row[..., None], lead, Tq, 1, device).to(dtype)
+        check_values("RowsAndColumns(row)", row_mass, "finite numbers >= 0", lambda a: (a >= 0) & a.isfinite())
+        form.row_mass = row_mass
     elif marginal.row is not None:
         form.mass = float(marginal.row)
     if marginal.column is not None:
         column = marginal.column if marginal.column.dim() else marginal.column[None]
-        received = broadcastable("RowsAndColumns(column)", column[..., None, :], lead, 1, Tk, device).to(dtype)
-        check_values("RowsAndColumns(column)", received, "finite numbers >= 0", lambda b: (b >= 0) & b.isfinite())
-        form.column_mass = received
+        column_mass = broadcastable("RowsAndColumns(column)", column[..., None, :], lead, 1, Tk, device).to(dtype)
+        check_values("RowsAndColumns(column)", column_mass, "finite numbers >= 0", lambda b: (b >= 0) & b.isfinite())
+        form.column_mass = column_mass
     if marginal.relax is not None:
         form.marginal_parameter = rho = _row("RowsAndColumns(relax)", marginal.relax, shape)
         check_values("RowsAndColumns(relax)", rho, "relax > 0", lambda rho: (rho > 0) & rho.isfinite())
@@ -296,7 +297,7 @@ def _check_columns(form: Form, problem: Transport, shape: PlanShape) -> None:
         if isinstance(value, Tensor) and value.shape[2] > 1:
             raise ValueError(
                 f"{name}: expected one for all queries of a head under RowsAndColumns ([H, 1, 1], or [B, H, 1, 1]), "
-                f"got shape {list(value.shape)}: a key's price must mean the same to each query"
+                f"got shape {list(value.shape)}: a key has one price, which all queries share"
             )
     if form.hard and form.known_hard:
         raise ValueError(f"temperature: 0 (an assignment problem) has no solver here for {problem!r}; expected > 0")
@@ -310,7 +311,7 @@ def _check_columns(form: Form, problem: Transport, shape: PlanShape) -> None:
 def _lower_temperature(form: Form, problem: Transport, shape: PlanShape) -> None:
     temperature = problem.temperature
     if isinstance(temperature, Budget):
-        form.temperature = torch.ones(1, 1, 1, 1, dtype=shape.dtype, device=shape.device)  # the solver finds the rows'
+        form.temperature = torch.ones(1, 1, 1, 1, dtype=shape.dtype, device=shape.device)  # the solver replaces it
         form.matched, form.budget = temperature.statistic, _lower_budget(form, temperature, shape)
         return
     form.temperature = _row("temperature", temperature, shape, per_head=False)

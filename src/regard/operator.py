@@ -84,12 +84,12 @@ def select_backend(
     return_aux: object = None,
     **options: Unpack[AttentionOptions],
 ) -> Choice:
-    """The backend that `attention` would use for the same arguments, and why each one before it was passed over."""
+    """The backend that `attention` would use for the same arguments, and why each backend before it was not chosen."""
     call = _SIGNATURE.bind(query, key, value, *positional, return_aux=return_aux, **options)
     call.apply_defaults()
     given = call.arguments
     names, backend = ("out", *requested(given.pop("return_aux"))), given.pop("backend")
-    with torch.random.fork_rng(devices=[]):  # lowering draws the seed of dropout; this question must not
+    with torch.random.fork_rng(devices=[]):  # lowering draws a dropout seed, which must not change the caller's state
         form = lower(**given)
     return Choice(*solver_for(form).choose(form, names, backend))
 

@@ -1,7 +1,7 @@
 """The priors: a weight pi >= 0 for every pair of query and key, which the plan stays close to. Zero masks a pair.
 
 A prior is one class. Its method `terms` gives the same prior as a few plain fields, `PriorTerms`, that every backend
-understands; products of priors combine these fields. So a new prior needs nothing but its class.
+reads. Products of priors combine these fields. So a new prior needs nothing but its class.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PlanShape(NamedTuple):
 
 
 class PriorTerms(NamedTuple):
-    """A prior in the fields that backends understand. Query i is at key position i + offset.
+    """A prior in the fields that backends read. Query i is at key position i + offset.
 
     The pair (i, j) is masked unless -left <= j - position <= right, the ids agree and are not negative, and log_prior
     is above -inf. Elsewhere log pi = log_prior - slopes * |j - position|.
@@ -67,7 +67,7 @@ class PriorTerms(NamedTuple):
 
 
 class Prior(Part, abstract=True):
-    """A reference measure pi over the keys, never normalised; zero masks a key. Priors multiply with `*`."""
+    """A weight pi >= 0 for every pair of query and key, never normalised; 0 masks. Priors multiply with `*`."""
 
     positioned: ClassVar[bool] = False  # whether it depends on positions: then it has a field `alignment`
     weighted: ClassVar[bool] = False  # whether it has other values than 0 and 1 by construction
@@ -81,7 +81,7 @@ class Prior(Part, abstract=True):
         return (self,)
 
     def terms(self, shape: PlanShape) -> PriorTerms:
-        """The prior of a plan of this shape, as fields that backends understand. Raises if it does not fit."""
+        """The prior of a plan of this shape, as fields that backends read. Raises if it does not fit."""
         raise NotImplementedError(f"prior: no solver for {self!r}")
 
 
@@ -91,7 +91,7 @@ def _check_alignment(name: str, alignment: object) -> None:
 
 
 class Product(Prior):
-    """Priors multiplied together: what `*` makes."""
+    """A product of priors, the result of `*`."""
 
     parts: tuple[Prior, ...]
 
@@ -106,7 +106,7 @@ class Causal(Prior):
     """Query i, at key position i + offset, sees keys up to its own position.
 
     The offset is 0 for "top_left" (PyTorch's is_causal) and Tk - Tq for "bottom_right" (decoding with a cache). If
-    `alignment` is None, the other priors of the product decide; if all are None, Tq must equal Tk.
+    `alignment` is None, that of the other priors of the product holds; if all are None, Tq must equal Tk.
     """
 
     positioned: ClassVar[bool] = True
@@ -240,7 +240,7 @@ def _ids_from_boundaries(name: str, boundaries: Tensor, length: int | None) -> T
 
 
 def join_ids(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Two packings at once: the (query, key) ids of pairs of documents. Negative ids stay padding."""
+    """Combine two packings: the (query, key) ids of pairs of documents. Negative ids stay padding."""
     (queries, keys), (other_queries, other_keys) = first, second
     if concrete(queries):  # number the ids of one packing from 0, so that a pair of ids fits into one integer
         _, small = torch.unique(torch.cat([queries.flatten(), keys.flatten()]), return_inverse=True)

@@ -1,6 +1,6 @@
 """What a user declares: an attention as a transport problem.
 
-Each query ships mass to the keys. The plan p maximises similarity and stays close to a prior:
+Each query sends mass to the keys. The plan p maximises the scores s and stays close to a prior:
 
     maximise over p >= 0    sum_j p_j s_j  -  tau * sum_j pi_j f(p_j / pi_j)      subject to a marginal
 
@@ -29,7 +29,7 @@ class Marginal(Part, abstract=True):
 
 
 class Rows(Marginal):
-    """Each query ships `mass` (sum_j p_j = mass).
+    """Each query sends `mass` (sum_j p_j = mass).
 
     `sink` adds a null key of that score (a number, or per head): it takes mass and returns nothing.
     `relax` replaces the constraint by a penalty relax * KL(sum_j p_j || 1). At most one of the three may be set.
@@ -61,16 +61,16 @@ class Free(Marginal):
 
 
 class RowsAndColumns(Marginal):
-    """Each query ships `row` and each key receives `column`: attention as optimal transport (Sinkhorn), KL only.
+    """Each query sends `row` and each key receives `column`: attention as optimal transport (Sinkhorn), KL only.
 
     The plan is p_ij = pi_ij exp((s_ij - f_i - g_j)/tau), one price per query and one per key. `row` is a number or a
     tensor that broadcasts to [..., H, Tq] (None: 1). `column` is a tensor that broadcasts to [..., H, Tk] (None: the
-    keys of a document share equally what its queries ship, Tq/Tk each). A query without admissible keys ships nothing,
+    keys of a document share equally what its queries send, Tq/Tk each). A query without admissible keys sends nothing,
     and a key that is masked for every query receives nothing. `relax` replaces the constraint on the columns by a
     penalty relax * KL(column sums || column). All three may require grad.
 
     The rows are met exactly, the columns to `tolerance`: at most that share of a document's mass is in a wrong column.
-    If `max_iterations` do not suffice, a warning states the share, or with `strict` an error is raised. The gradient is
+    If `max_iterations` are not enough, a warning states the share, or with `strict` an error is raised. The gradient is
     that of the solution (implicit differentiation). It is exact to rounding, or to a tenth of `tolerance` where that is
     above 1e-6. `iterations=n` stops after n normalisations (rows, columns, ..., rows, so n is odd) instead; 1 is
     softmax, 3 or 5 is Sinkformer's setting. The gradient is then that of those n steps.
@@ -134,9 +134,9 @@ class MatchKL(Budget):
     highest expected score. `budget` is a number or a tensor that broadcasts to [B, H, Tq, 1], and may require grad.
 
     A row that cannot meet its budget gets the nearest plan. For a budget of 0 or less this is the prior itself
-    (temperature near infinity). For more than the hard plan has (log of sum(pi) / pi of the best keys) it is hard
-    routing: the best key, or equally good keys in proportion to their priors. The plan of such a row is constant: only
-    the values get a gradient. Mask keys with a bool mask or -inf: a very low score still counts as admissible.
+    (temperature near infinity). For a budget above the KL of the hard plan (log of sum(pi) / pi of the best keys) it is
+    hard routing: the best key, or equally good keys in proportion to their priors. The plan of such a row is constant:
+    only the values get a gradient. Mask keys with a bool mask or -inf: a very low score still counts as admissible.
     """
 
     statistic: ClassVar[str] = "kl"
@@ -146,7 +146,8 @@ class MatchEntropy(Budget):
     """Each row's temperature is the one at which its entropy -sum(p log p) is `budget`; otherwise as `MatchKL`.
 
     The prior must be 0 or 1 (masks, windows, documents): under a weighted prior the entropy is not monotone in the
-    temperature. More than log n (n admissible keys) gives the uniform plan, less than the best keys' ties hard routing.
+    temperature. A budget above log n (n admissible keys) gives the uniform plan. One below log m (m equally good best
+    keys) gives hard routing.
     """
 
     statistic: ClassVar[str] = "entropy"

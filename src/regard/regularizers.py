@@ -24,7 +24,7 @@ _FAMILIES: dict[str, type[Regularizer]] = {}  # by name, as their classes are de
 
 
 class Regularizer(Part, abstract=True):
-    """A convex f with f' inverted: the plan is p = pi * link(t), t = (s - lambda)/tau - origin.
+    """A convex f and the inverse of f': the plan is p = pi * link(t), t = (s - lambda)/tau - origin.
 
     A subclass gives a `family` name and three formulas: `f`, `link` (g, zero below its range) and `slope` (g'). Solver,
     gradient, statistics and certificate follow. Its fields are its parameters: each is a number or a tensor (per head
@@ -43,7 +43,7 @@ class Regularizer(Part, abstract=True):
         family = cls.__dict__.get("family")
         if family is not None:
             taken = _FAMILIES.get(family, cls)
-            if taken.__qualname__ != cls.__qualname__:  # the same name: a notebook cell that ran again
+            if taken.__qualname__ != cls.__qualname__:  # the same name: the class is defined again, as in a notebook
                 raise ValueError(f"family: expected a name that is not taken, got {family!r}, which is {taken}")
             _FAMILIES[family] = cls
 
@@ -63,7 +63,7 @@ class Regularizer(Part, abstract=True):
 
     @property
     def power(self) -> Scalar:
-        """The power of the mass in which the row equation is nearly straight (0: its logarithm). Affects speed only."""
+        """The power of the mass in which the row equation is nearly linear (0: its logarithm). Affects speed only."""
         return 0.0
 
     def f(self, ratio: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class Regularizer(Part, abstract=True):
         raise NotImplementedError
 
     def inverse(self, log_ratio: Tensor) -> Tensor:
-        """Where a search may begin: some t, if possible the one where link(t) = exp(log_ratio)."""
+        """A start for searches: some t, if possible the one where link(t) = exp(log_ratio)."""
         return torch.zeros_like(log_ratio)
 
     def absorb(self, log_scale: Tensor, temperature: Scalar) -> tuple[Tensor, Scalar, Scalar] | None:
@@ -122,7 +122,7 @@ class KL(Regularizer):
         return log_scale, temperature, temperature * log_scale
 
     def weights(self, t: Tensor, log_prior: Tensor | None) -> Tensor:
-        # In one exponential: a tiny prior may meet a huge exp(t).
+        # One exponential, because exp(t) may overflow where the prior is tiny.
         return t.exp() if log_prior is None else (t + log_prior).exp()
 
     def weights_and_slopes(self, t: Tensor, log_prior: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -131,7 +131,7 @@ class KL(Regularizer):
 
 
 class Tsallis(Regularizer):
-    """Tsallis entropy of order alpha > 1: alpha-entmax, with exact zeros. 2 is sparsemax; 1 is softmax's limit."""
+    """Tsallis entropy of order alpha > 1: alpha-entmax, with exact zeros. 2 is sparsemax; the limit 1 is softmax."""
 
     alpha: Scalar
 
@@ -232,15 +232,15 @@ class FDivergence(Regularizer):
     """Your own regulariser: convex `f`, `link` = the inverse of f', `slope` = link's derivative.
 
     `link` counts as 0 at and below `lower`, the infimum of f'. Without `slope`, autograd differentiates link. All
-    three map a tensor to a tensor of the same shape and dtype, element by element. f(0) is read, too, where a weight is
-    0: write x log x as torch.xlogy(x, x), which is 0 there, not NaN.
+    three map a tensor to a tensor of the same shape and dtype, element by element. f is also evaluated at 0:
+    write x log x as torch.xlogy(x, x), which is 0 there, not NaN.
 
     link and slope decide the plan and its gradient; values and certificates are computed from f alone. Construction
     therefore compares the functions on a grid, in float64: f' (by autograd) increases and inverts link, slope is
     link's derivative, lower is the infimum of f'. If not, ValueError names the argument and the point. Where values
     cannot be read (under vmap and other transforms, on meta tensors) nothing is compared.
 
-    Construction also finds out two things. `upper`: where f' is bounded above, link counts as inf at and above that
+    Construction also determines two facts. `upper`: where f' is bounded above, link counts as inf at and above that
     bound. `signed`: if lower is -inf, f'(0) is finite and link inverts f' at negative ratios, too, then p >= 0 is
     dropped and plans may be negative. Tensors that the functions hold are constants: they get no gradient.
     """
@@ -268,7 +268,7 @@ class FDivergence(Regularizer):
         for name, value in fields.items():
             object.__setattr__(self, name, value)
         self._declare()
-        # Where Dynamo breaks its graph, it must not trace the check either. (disable would import Dynamo.)
+        # Dynamo must not trace the check, even where it breaks its graph. (`disable` would import Dynamo.)
         examined: Any = torch.compiler.disable(_examined) if "torch._dynamo" in sys.modules else _examined
         examined(self)
 
@@ -321,7 +321,7 @@ class FDivergence(Regularizer):
 
     @property
     def _inside(self) -> float:
-        """Some point of link's range, to evaluate at where the result is thrown away."""
+        """A point at which link is defined. It replaces points outside of the range, where the result is not used."""
         point = max(0.0, self.lower + 1)
         if point < self.upper:
             return point
@@ -343,7 +343,7 @@ class _Linked(torch.autograd.Function):
     @staticmethod
     def forward(divergence: FDivergence, t: Tensor) -> Tensor:
         linked = divergence.user_link(t)
-        return linked.clone() if linked is t else linked  # an input may not be an output as it is
+        return linked.clone() if linked is t else linked  # a Function must not return its input itself
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What can be read off a plan: each statistic once, by its formula on a block of solved rows.
+"""The statistics of a plan. Each is defined once, by its formula on a block of solved rows.
 
 Notation: y = s/tau, natural logarithms, sums over admissible keys. With a sink, `lse`, `entropy`, `kl`, `max_weight`,
 `collision` and `score_variance` count the null key as a key of score b and prior 1; the others do not. Where the mass
@@ -6,12 +6,12 @@ is not 1 (relaxed, free, Rows(mass)), `entropy`, `kl` and `score_variance` are o
 A row with no admissible key has lse, dual and max_scores -inf and everything else 0.
 
 For a plan with both marginals (RowsAndColumns) the same formulas hold for its rows. `dual` is the price f of a query;
-the prices of each document's keys are measured from their mean (weighted by what they receive; relaxed prices as they
-are). `value` is the row's share of the optimum, sum_j p_ij (f_i + g_j), without the penalty of relaxed columns. Three
-statistics exist for such plans only: `column_dual`, `column_residual` and `iterations`.
+the prices of each document's keys are measured from their mean (weighted by what they receive), unless the columns are
+relaxed. `value` is the row's share of the optimum, sum_j p_ij (f_i + g_j), without the penalty of relaxed columns.
+Three statistics exist for such plans only: `column_dual`, `column_residual` and `iterations`.
 
-A statistic is one function with the decorator `statistic`, which makes it a field of AuxRequest and AuxOutput and tells
-backends its shape. A backend that has no kernel for it declines it by name.
+A statistic is one function with the decorator `statistic`, which makes it a field of AuxRequest and AuxOutput and
+states its shape. A backend that has no kernel for it declines it by name.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Solution:
         return x if self.admissible is None else torch.where(self.admissible, x, other)
 
     def with_null(self, keys: Tensor, null: Tensor) -> Tensor:
-        """A quantity per key, with the null key's behind it if there is one."""
+        """A quantity per key, with that of the null key appended if there is one."""
         if self.null is None:
             return keys
         return torch.cat([keys, null.expand(*keys.shape[:-1], 1)], -1)
@@ -95,6 +95,8 @@ class Traits(NamedTuple):
 
 
 class Statistic(NamedTuple):
+    """One entry of the table."""
+
     formula: Formula
     per: str  # one number per "query", per "key" or per "head"
     differentiable: bool
@@ -142,7 +144,7 @@ def lse(rows: Solution) -> Tensor:
     top = x.detach().amax(-1, keepdim=True)
     top = torch.where(top == -math.inf, 0.0, top)  # a row without keys: log 0, and a gradient of 0
     total = (x - top).exp().sum(-1, keepdim=True)
-    none = total <= 0  # false for NaN, which stays
+    none = total <= 0  # false for NaN, which stays NaN
     total_log = torch.where(none, 1.0, total).log()
     return torch.where(none, -math.inf, total_log + top).squeeze(-1)
 
@@ -159,7 +161,7 @@ def divergence(rows: Solution, weights: Tensor, null: Tensor | None) -> Tensor:
     prior = rows.where_admissible(prior, 0.0)
     ratio = weights / torch.where(prior > 0, prior, 1)
     ceiling = rows.regularizer.ceiling
-    beyond = ratio > ceiling * (1 + 1e-6)  # infinitely far as well; less than that is rounding
+    beyond = ratio > ceiling * (1 + 1e-6)  # infinitely far, too; a smaller excess is rounding
     ratio = ratio.clamp(max=ceiling)
     if rows.form.family == "kl" and rows.form.marginal in ("rows", "sink"):
         log_prior = 0.0 if rows.log_prior is None else rows.log_prior
@@ -196,7 +198,7 @@ def primal(rows: Solution, weights: Tensor, null: Tensor | None) -> Tensor:
 
 @statistic()
 def value(rows: Solution) -> Tensor:
-    """F, the optimum (KL rows: tau * lse); -inf where a row must ship mass and has no admissible key."""
+    """F, the optimum (KL rows: tau * lse); -inf where a row must send mass and has no admissible key."""
     result = primal(rows, rows.weights, rows.null)
     return torch.where(rows.dual.squeeze(-1) == -math.inf, _without_keys(rows, result), result)
 
@@ -218,7 +220,7 @@ def kl(rows: Solution) -> Tensor:
     p = rows.distribution()
     log_prior = torch.zeros_like(rows.scores) if rows.log_prior is None else rows.log_prior.expand_as(rows.scores)
     log_prior = rows.with_null(log_prior, torch.zeros_like(rows.dual))
-    none = p <= 0  # false for NaN, which stays
+    none = p <= 0  # false for NaN, which stays NaN
     total = torch.where(none, 0.0, p * (torch.where(none, 1.0, p).log() - log_prior)).sum(-1)
     log_mass = rows.log_prior_mass().squeeze(-1)
     return torch.where(p.sum(-1) <= 0, 0.0, total + log_mass).clamp(min=0)
@@ -305,9 +307,8 @@ def value_spread(rows: Solution) -> Tensor:
     short = 1 - mass
     if rows.null is not None:
         short = rows.null.squeeze(-1)
-    elif (
-        rows.form.marginal == "rows" and rows.regularizer.ceiling == math.inf
-    ):  # known exactly, and what follows may be huge
+    elif rows.form.marginal == "rows" and rows.regularizer.ceiling == math.inf:
+        # The mass is known exactly. Its rounding error would be multiplied by the centre, which may be huge.
         short = torch.where(mass > 0, 1 - rows.form.mass, 1.0)
     missing = short * (centre**2).sum(-1)
     return second - ((rows.output - centre) ** 2).sum(-1) + missing
@@ -328,14 +329,16 @@ def _columns_only(name: str) -> Callable[[Traits], str | None]:
 
 
 def _no_formula(rows: Solution) -> Tensor:
-    raise NotImplementedError("the solver for both marginals computes this statistic: it is not one of single rows")
+    raise NotImplementedError(
+        "the solver for both marginals computes this statistic; it has no formula for single rows"
+    )
 
 
 ROW_STATISTICS = tuple(STATISTICS)
 STATISTICS |= {
     # g, the price of each key's mass
     "column_dual": Statistic(_no_formula, "key", False, _columns_only("column_dual")),
-    # how far each key is from its marginal (relaxed: from what its price asks for)
+    # how far each key is from its marginal (relaxed: from the mass that its price implies)
     "column_residual": Statistic(_no_formula, "key", False, _columns_only("column_residual")),
     # the iterations of the solver, each two passes over the keys
     "iterations": Statistic(_no_formula, "head", False, _columns_only("iterations")),
@@ -350,7 +353,7 @@ def undefined(name: str, form: Form) -> str | None:
     return STATISTICS[name].undefined(traits)
 
 
-# --- asking for statistics --------------------------------------------------------------------------------------------
+# --- requesting statistics --------------------------------------------------------------------------------------------
 
 
 def _all(cls: type[AuxRequest], problem: object = None) -> AuxRequest:
@@ -365,7 +368,7 @@ def _all(cls: type[AuxRequest], problem: object = None) -> AuxRequest:
     return cls(**{name: found.undefined(traits) is None for name, found in STATISTICS.items()})
 
 
-if TYPE_CHECKING:  # the fields are the statistics above, so type checkers know their types only
+if TYPE_CHECKING:  # the fields are made from the table above: type checkers see only their types
 
     class AuxRequest:
         __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -397,7 +400,7 @@ else:
         [(name, Tensor | None, None) for name in STATISTICS],
         namespace={
             "__module__": __name__,
-            "__doc__": "The statistics asked for, [*batch, H, Tq] (per key: [*batch, H, Tk], iterations: [*batch, H]). "
+            "__doc__": "The requested statistics, [*batch, H, Tq] (per key: [*batch, H, Tk], iterations: [*batch, H]). "
             "The others are None.",
         },
         eq=False,
