@@ -156,7 +156,8 @@ class Form:
         return self.with_tensors({name: tensor.detach() for name, tensor in self.tensors().items()})
 
     def widened(self) -> Form:
-        """The same problem in float64. Masks, float masks and log-priors keep their dtype: backends read all."""
+        """The same problem in float64. Masks, float masks and log-priors keep their dtype, because backends read
+        any."""
         if self.dtype == torch.float64:
             return self
         kept = ("mask", "score_bias", "query_ids", "key_ids", "dropout_key")

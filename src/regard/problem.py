@@ -1,6 +1,6 @@
 """What a user declares: an attention as a transport problem.
 
-Each query sends mass to the keys. The plan p maximises the scores s and stays close to a prior:
+Each query sends mass to the keys. The plan p maximises the total score and stays close to a prior:
 
     maximise over p >= 0    sum_j p_j s_j  -  tau * sum_j pi_j f(p_j / pi_j)      subject to a marginal
 

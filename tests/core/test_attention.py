@@ -27,13 +27,13 @@ def test_output(case, backend, dtype):
 
 @by_case
 def test_gradcheck(case):
-    """The definition's gradients of everything differentiable, against finite differences."""
+    """The gradients of the reference backend in every differentiable tensor, against finite differences."""
     built = build(case)
     names = list(built.leaves)
     lse = "problem" not in built.arguments or isinstance(built.arguments["problem"].regularizer, regard.KL)
 
     def function(*leaves):
-        fresh = build(case)  # the problem holds its tensors: put the perturbed values into a new one
+        fresh = build(case)  # the problem holds its tensors, so the perturbed values need a new problem
         for name, leaf in zip(names, leaves, strict=True):
             substitute(fresh, fresh.leaves[name], leaf)
         out, aux = run(fresh, "torch", return_aux=AuxRequest(entropy=True, lse=lse))

@@ -35,7 +35,7 @@ def statistics(weights, log_prior):
 
 
 def bisect(scores, log_prior, budget):
-    """The plan whose KL is the budget, by halving an interval of ln beta; the last resort of the reader."""
+    """The plan whose KL is the budget, by bisection of ln beta: slow and simple."""
     low, high = torch.full(scores.shape[:-1], -60.0, dtype=D), torch.full(scores.shape[:-1], 60.0, dtype=D)
     plan = scores
     for _ in range(200):
@@ -107,7 +107,7 @@ def test_budgets_out_of_reach_give_the_nearest_plan(backend):
     weighted = plan(MatchKL(50.0), Bias(log_prior))
     by_prior = torch.tensor([0.25, 0.0, 0.75, 0.0, 0.0], dtype=D)
     assert torch.allclose(weighted[0], by_prior, atol=1e-7) and torch.allclose(weighted[2], one_hot, atol=1e-7)
-    # between log(5/2), which the tie allows, and log 5, which one key has: only the last row can meet it
+    # between log(5/2), the most with a tie, and log 5, the most with one best key: only the last row can meet it
     half = statistics(plan(MatchKL(1.2)), torch.zeros(3, 5, dtype=D))[0]
     assert torch.allclose(half, torch.tensor([math.log(2.5), 0.0, 1.2], dtype=D), atol=1e-10)
 
@@ -142,7 +142,7 @@ def arguments(case, dtype, Tq=70):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
 def test_attention_meets_the_budget(case, dtype):
-    """Measured in float64 at the temperatures found: `weights_at` all keys of the same plan, in the compute dtype."""
+    """The plan that the solver finds, read in full by `weights_at` in the compute dtype, meets the budget."""
     (q, k, v), options, prior = arguments(case, dtype)
     rules = [MatchKL(0.3), MatchKL(torch.tensor([0.05, 0.5, 1.0, 2.0], dtype=dtype).view(4, 1, 1))]
     if not (prior is not None and ("ALiBi" in repr(prior) or "Bias" in repr(prior))):
@@ -158,15 +158,17 @@ def test_attention_meets_the_budget(case, dtype):
             .reshape(-1, 1)
             .expand(2, 4, 70)
         )
-        hard = (aux.max_weight > 1 - 1e-6) | (aux.kl < 1e-6)  # rows that no temperature brings there
-        met = (got - target).abs() <= (1e-8 if dtype == D else 1e-4)  # rounding of a cold row
+        hard = (aux.max_weight > 1 - 1e-6) | (aux.kl < 1e-6)  # rows that meet it at no temperature
+        met = (got - target).abs() <= (1e-8 if dtype == D else 1e-4)  # rounding at a low temperature
         assert (met | hard).all(), (rule, (got - target).abs()[~hard].max())
-        assert met[..., 35:].all() or case == "ALiBi"  # late rows can, but for a prior that is nearly hard itself
+        assert (
+            met[..., 35:].all() or case == "ALiBi"
+        )  # late rows can meet it, except under a prior that is nearly hard itself
         assert (got - target).abs()[..., 35:].median() < (1e-11 if dtype == D else 1e-6)
         if dtype == D:
             defined = regard.attention(q, k, v, problem=problem, backend="torch", **options)
             assert torch.allclose(out, defined, atol=1e-6)
-        if dtype == torch.float32:  # the statistics' own rounding taken out
+        if dtype == torch.float32:  # computed in float64, without the rounding of the statistics
             doubled = Transport(prior=prior, temperature=rule)
             _, exact = regard.attention(
                 *(t.double() for t in (q, k, v)), problem=doubled, return_aux=REQUEST, **options
@@ -193,7 +195,7 @@ def test_float32_budget_is_met_beyond_float32_statistics():
 
 
 def test_few_passes(monkeypatch):
-    """A search that needs more passes than this has lost its way."""
+    """The search needs few passes. More than this means that it no longer converges as it should."""
     backend = regard.select_backend(*(torch.zeros(1, 1, 2, 2),) * 3).backend
     passes, forward = [], BACKENDS[backend].forward
     monkeypatch.setattr(
@@ -222,7 +224,7 @@ def test_gradients(kind, backend):
     if kind == "ALiBi":
         leaves["slopes"] = torch.tensor([0.1, 0.3], dtype=D)
     if kind.startswith("entropy"):
-        leaves["budget"] = torch.tensor([[[[0.5]], [[0.3]]]], dtype=D)  # the first row has no choice
+        leaves["budget"] = torch.tensor([[[[0.5]], [[0.3]]]], dtype=D)  # the first row has one key
 
     def outcome(*tensors):
         given = dict(zip(leaves, tensors, strict=True))
@@ -259,7 +261,7 @@ def test_gradients_of_solve():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_rows_at_a_limit_have_clean_gradients(dtype):
-    """Early causal rows cannot meet the budget: their values get a gradient, queries and keys none."""
+    """Early causal rows cannot meet the budget. Their values get a gradient, their queries and keys get none."""
     q, k, v = (draw(n, 1, 2, 40, 8, dtype=dtype).requires_grad_() for n in range(3))
     budget = torch.tensor(2.0, dtype=D, requires_grad=True)
     out = regard.attention(q, k, v, is_causal=True, problem=Transport(temperature=MatchKL(budget)))
@@ -280,8 +282,8 @@ def test_rows_at_a_limit_have_clean_gradients(dtype):
         assert all(g.isfinite().all() for g in torch.autograd.grad(out.float().sum(), (q, k, v)))
 
 
-def test_float32_gradients_are_float64s():
-    """Over rows inside and at their limits, under a prior without and with weights."""
+def test_float32_gradients_agree_with_float64():
+    """For rows that meet their budget and rows at a limit, under priors with and without weights."""
     for prior in (Causal(), Causal() * ALiBi(0.3)):
         found = []
         for dtype, backend in ((torch.float32, "auto"), (D, "torch")):
@@ -305,7 +307,7 @@ def test_dropout_keeps_its_mask():
     assert all(torch.allclose(a, b, atol=1e-8) for a, b in zip(*outs, strict=True))
 
 
-def test_windows_on_the_plan():
+def test_reading_single_weights():
     (q, k, v), options, prior = arguments("gqa, window", torch.float32, 30)
     problem = Transport(prior=prior, temperature=MatchKL(0.7))
     index = torch.arange(30).expand(2, 4, 30, 30)
@@ -406,7 +408,7 @@ def test_memory_is_linear():
 @modest
 @given(seeds, st.integers(2, 12), st.floats(0.2, 3.0), st.booleans())
 def test_slopes_of_the_path(seed, n, tau, weighted):
-    """dKL/d ln beta = Var for any prior, dH/d ln tau = Var for 0/1 priors; E[s] and value by tau: -D for the latter."""
+    """dKL/d ln beta = Var for any prior, dH/d ln tau = Var for 0/1 priors; E[s] and value by tau: the value's is -D."""
     scores, log_prior = draw(seed, 3, n), draw(seed + 1, n) * weighted
     problem = Transport(prior=Bias(log_prior))
     temperature = torch.tensor([tau], dtype=D, requires_grad=True)
@@ -449,7 +451,7 @@ def test_path_errors():
 
 @pytest.mark.parametrize("budget", [1e-6, 1e-3, 0.3, 1.0])
 def test_weighted_priors_in_float32(budget):
-    """Plan and gradient of float32 against the definition's in float64, one-key rows and rows out of reach included."""
+    """Plan and gradient in float32 against the reference in float64, with rows of one key and budgets out of reach."""
     torch.manual_seed(0)
     q, k, v, weight = (torch.randn(2, 4, 12, 8) for _ in range(4))
     slopes = torch.tensor([0.5, 1.0, 2.0, 4.0])

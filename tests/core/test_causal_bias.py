@@ -1,6 +1,6 @@
 """PyTorch's mask type `CausalBias` (`causal_upper_left`, `causal_lower_right`) is served as the prior it stands for.
 
-It is a tensor over uninitialised memory: a function that reads it as a float mask returns different numbers each time.
+A CausalBias is a tensor over uninitialised memory. Code that reads it as a float mask gets different numbers each time.
 """
 
 import warnings
@@ -23,7 +23,7 @@ by_variant = pytest.mark.parametrize("make", [causal_upper_left, causal_lower_ri
 
 
 def bias(make, Tq, Tk) -> CausalBias:
-    """With its memory poisoned: whoever reads it sees NaN."""
+    """A CausalBias whose memory holds NaN, so that reading it fails a test."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns that rows without keys become NaN (on a CPU they are 0)
         mask = make(Tq, Tk)
@@ -39,7 +39,7 @@ def inputs(Tq, Tk, dtype=torch.float64):
 @by_variant
 @by_lengths
 @pytest.mark.parametrize("backend", ["auto", *BACKENDS])
-def test_output_and_gradients_are_pytorchs(make, Tq, Tk, backend):
+def test_output_and_gradients_equal_pytorch(make, Tq, Tk, backend):
     if backend == "native" and engine.extension()[0] is None:
         pytest.skip("the native engine was not built")
     leaves = [t.requires_grad_() for t in inputs(Tq, Tk)]
@@ -82,7 +82,7 @@ CALLS = {
 
 @by_variant
 @pytest.mark.parametrize("name", CALLS)
-def test_every_function_that_takes_a_mask_takes_it(name, make):
+def test_every_function_with_a_mask_accepts_it(name, make):
     q, k, v = inputs(7, 12)
     expected = CALLS[name](q, k, v, problem=Transport(prior=Causal(ALIGNMENT[make.__name__])))
     got = CALLS[name](q, k, v, attn_mask=bias(make, 7, 12))
@@ -94,7 +94,7 @@ def test_every_function_that_takes_a_mask_takes_it(name, make):
 def test_it_multiplies_into_the_prior(make):
     q, k, v = inputs(7, 12)
     alignment = ALIGNMENT[make.__name__]
-    slopes = ALiBi(torch.rand(4, dtype=torch.float64))  # takes over the mask's alignment
+    slopes = ALiBi(torch.rand(4, dtype=torch.float64))  # uses the mask's alignment
     got = regard.attention(q, k, v, attn_mask=bias(make, 7, 12), problem=Transport(prior=slopes))
     expected = regard.attention(q, k, v, problem=Transport(prior=Causal(alignment) * slopes))
     assert torch.equal(got, expected)
@@ -124,7 +124,7 @@ def test_select_backend_sees_the_prior():
     assert choice == regard.select_backend(q, k, v, is_causal=True)
 
 
-def test_compiled_it_is_no_constant():
+def test_compiled_code_does_not_fix_its_value():
     torch._dynamo.reset()
     q, k, v = inputs(7, 12)
     regard.attention(q, k, v)

@@ -1,4 +1,4 @@
-"""The lab on a device that is not the CPU: nothing of an experiment stays behind, and the numbers are the same."""
+"""The lab on a device other than the CPU: every tensor of an experiment is there, and the numbers are the same."""
 
 import math
 
@@ -17,7 +17,7 @@ TINY = {
     "evaluate": 2, "sizes": [8], "depths": [1], "pairs": 2, "symbols": 8, "digits": 1, "prefixes": 2, "prompts": 2,
     "characters": 10, "lengths": [8], "turns": 1, "turn_steps": 1, "draws": 10, "models": ["own"],
 }  # fmt: skip
-SETTINGS = {  # what differs in the tensors it makes; every other experiment has all its settings run
+SETTINGS = {  # settings that differ in the tensors they create; of other experiments all settings run
     "baseline": ["regard", "time"],
     "scaling": ["init unit, d 8, scaled", "init unit, d 8, natural gradient", "init unit, d 8, QK-norm"],
     "masking": ["minus infinity", "mask to zero"],
@@ -69,7 +69,7 @@ def test_an_experiment_follows_its_device(name, tmp_path, monkeypatch):
         assert [r["step"] for r in one.metrics] == [r["step"] for r in other.metrics]
 
 
-def test_what_stays_behind_is_noticed():
+def test_tensors_left_on_the_cpu_are_detected():
     with pretended():
         away = torch.ones(3, device=DEVICE)
         assert type(away) is Elsewhere and type(away + 1) is Elsewhere and (away + 1).sum().item() == 6
@@ -86,7 +86,7 @@ def test_what_stays_behind_is_noticed():
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """As if there were four."""
+    """Pretend that the machine has four GPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
@@ -104,26 +104,26 @@ def test_each_process_takes_its_gpu(monkeypatch):
     with pytest.raises(ValueError, match="expected at least 5 CUDA GPUs for 'cuda:4', found 4"):
         distributed.device_named("cuda:4")
     distributed.join(torch.device("cuda:3"))
-    assert joined == [torch.device("cuda:3")]  # alone: nothing to join
+    assert joined == [torch.device("cuda:3")]  # a single process has no group to join
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_RANK", "2")
     mine = distributed.device_named("cuda")
     assert mine == torch.device("cuda:2")
     distributed.join(mine)
-    distributed.join(torch.device("cpu"))  # also beside a GPU
+    distributed.join(torch.device("cpu"))  # also on a machine with GPUs
     assert joined[1:] == [torch.device("cuda:2"), "cpu:gloo,cuda:nccl", "gloo"]
     with pytest.raises(ValueError, match="expected cuda under torchrun"):
         distributed.device_named("cuda:1")
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cuda:-1", "meta"])
-def test_no_such_device(name):
+def test_an_unknown_device_raises(name):
     with pytest.raises(ValueError, match="expected auto, cpu, cuda or cuda:n"):
         distributed.device_named(name)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there():
+def test_a_missing_gpu_raises():
     assert distributed.device_named("auto") == torch.device("cpu")
     with pytest.raises(ValueError, match="expected at least 1 CUDA GPUs for 'cuda', found 0"):
         distributed.device_named("cuda")

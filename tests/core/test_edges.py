@@ -1,4 +1,4 @@
-"""Corners: empty rows, rubbish in masked keys, huge scores, empty tensors, dropout, memory."""
+"""Edge cases: empty rows, invalid values in masked keys, huge scores, empty tensors, dropout, memory."""
 
 import math
 import subprocess
@@ -78,10 +78,10 @@ def test_statistics_of_rows_without_keys(problem):
 
 @by_backend
 @by_problem
-@pytest.mark.parametrize("rubbish", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("invalid", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("how", ["mask", "mask per batch", "float mask", "causal", "window", "documents"])
-def test_rubbish_in_masked_keys_goes_nowhere(problem, backend, rubbish, how):
-    """Keys 5, 6, 7 are read by nobody: whatever they hold, output and gradients are as with zeros."""
+def test_invalid_values_in_masked_keys_have_no_effect(problem, backend, invalid, how):
+    """Keys 5, 6 and 7 are masked for every query. Output and gradients do not depend on their values."""
     parts = {"regularizer": problem.regularizer, "marginal": problem.marginal, "temperature": problem.temperature}
     mask = torch.arange(8) < 5
     arguments = {
@@ -94,7 +94,7 @@ def test_rubbish_in_masked_keys_goes_nowhere(problem, backend, rubbish, how):
     }[how] | {"enable_gqa": True}
     first_bad = 6 if how in ("causal", "window") else 5
     results = []
-    for filling in (0.0, rubbish):
+    for filling in (0.0, invalid):
         q, k, v = inputs()
         with torch.no_grad():
             k[:, :, first_bad:], v[:, :, first_bad:] = filling, filling
@@ -130,8 +130,8 @@ def test_huge_scores_stay_finite(problem, backend, dtype, size):
 
 @by_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_mask_at_the_lowest_number(backend, dtype):
-    """Not -inf: a row of nothing else is uniform."""
+def test_a_mask_of_the_lowest_finite_number(backend, dtype):
+    """The lowest finite number is not -inf: a row that has no other entries is uniform."""
     q, k, v = (draw(1, 2, 6, 8, dtype=dtype, seed=i).requires_grad_() for i in range(3))
     mask = torch.zeros(6, 6, dtype=dtype)
     mask[2], mask[3, 3:], mask[4] = torch.finfo(dtype).min, torch.finfo(dtype).min, -1e9
@@ -190,7 +190,7 @@ def test_expanded_inputs():
 
 @by_backend
 @pytest.mark.parametrize("problem", [Transport(), Transport(Tsallis(1.5))], ids=["softmax", "entmax"])
-def test_gradient_of_a_temperature_under_a_mask_at_the_lowest_number(backend, problem):
+def test_gradient_of_a_temperature_under_a_mask_of_the_lowest_finite_number(backend, problem):
     """Hugging Face's masks hold finfo.min; divided by a temperature below 1 they overflow."""
     q, k, v = (draw(1, 2, 6, 8, dtype=torch.float32, seed=i) for i in range(3))
     gradients = []
@@ -205,7 +205,7 @@ def test_gradient_of_a_temperature_under_a_mask_at_the_lowest_number(backend, pr
 
 
 @by_backend
-def test_a_query_that_reads_nothing_may_hold_anything(backend):
+def test_invalid_values_in_queries_without_keys_have_no_effect(backend):
     q, k, v = inputs(Hkv=4)
     with torch.no_grad():
         q[:, :, 2] = math.nan
@@ -220,7 +220,7 @@ def test_a_query_that_reads_nothing_may_hold_anything(backend):
 
 @pytest.mark.parametrize("alpha", [3.0, 4.0, 5.0, 8.0])
 def test_steep_links_lose_no_more_than_the_entmax_package(alpha):
-    """Near the support's edge p moves without bound: rows sum to one all the same."""
+    """At the edge of the support the slope of p is unbounded. Rows still sum to one."""
     s = draw(200, 50, dtype=torch.float32)
     exact = entmax.entmax_bisect(s.double(), alpha, n_iter=100)
     weights = regard.solve(s, Transport(Tsallis(alpha))).weights
@@ -238,7 +238,7 @@ def test_alpha_near_one_in_float32(distance):
 @pytest.mark.parametrize("size", [-1e4, -100.0, 60.0])
 @pytest.mark.parametrize("regularizer", [regard.KL(), Tsallis(1.1), Tsallis(1.5), FermiDirac()], ids=repr)
 def test_strong_priors(regularizer, size):
-    """A prior is never normalised: whatever its size, rows sum to one (Fermi-Dirac: if the keys can hold it)."""
+    """A prior is never normalised. Rows sum to one for a prior of any size (Fermi-Dirac: if the keys can take it)."""
     if (size < -1e3 and not isinstance(regularizer, regard.KL)) or (size < 0 and isinstance(regularizer, FermiDirac)):
         return
     s = draw(3, 5, dtype=torch.float32)
@@ -258,7 +258,7 @@ def test_an_overflow_is_infinite_not_nan():
 
 
 def dropped(p, seed=0, problem=None, **arguments):
-    """The dropped plan, read through values that are the identity."""
+    """The dropped plan, read by means of identity values."""
     q, k, _ = inputs(Tq=40, Tk=60, Hkv=4)
     v = torch.eye(60, dtype=torch.float64).expand(2, 4, 60, 60)
     torch.manual_seed(seed)
@@ -272,7 +272,7 @@ def test_dropout_is_seeded_by_torch():
     torch.manual_seed(0)
     q, k, v = inputs()
     regard.select_backend(q, k, v, enable_gqa=True, dropout_p=0.5)
-    assert torch.equal(torch.rand(3), draws), "asking for a backend drew random numbers"
+    assert torch.equal(torch.rand(3), draws), "select_backend drew random numbers"
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
@@ -281,7 +281,7 @@ def test_dropout_drops_and_rescales(p):
     kept = thinned != 0
     assert torch.allclose(thinned[kept], whole[kept] / (1 - p))
     assert abs(float(kept.double().mean()) - (1 - p)) < 5 * math.sqrt(p * (1 - p) / kept.numel())
-    # No structure: rows, columns, heads and batches each keep their share, and neighbours are independent.
+    # The mask has no structure: rows, columns, heads and batches keep equal shares, and neighbours are independent.
     for dim in range(4):
         share = kept.double().mean([d for d in range(4) if d != dim])
         assert (share - (1 - p)).abs().max() < 6 * math.sqrt(p * (1 - p) / (kept.numel() / kept.shape[dim]))
@@ -291,7 +291,7 @@ def test_dropout_drops_and_rescales(p):
 
 
 def test_dropout_mask_is_a_function_of_position(monkeypatch):
-    """Not of blocks: any block size gives the same mask, and the backward sees the one that the forward saw."""
+    """The mask does not depend on blocks: any block size gives the same mask, in forward and in backward."""
     whole = dropped(0.5, is_causal=True)
     monkeypatch.setattr("regard.backends.reference.BLOCK", 100)
     blocked = dropped(0.5, is_causal=True)
@@ -319,7 +319,7 @@ def test_dropout_leaves_statistics_alone():
 
 
 def test_dropout_hash_is_pinned():
-    """The mask is a contract between backends and versions: these bits may never change."""
+    """The mask is a contract between backends and versions: these bits must never change."""
     from regard._dropout import dropout_keys, hash_with
 
     key = dropout_keys(torch.full((1, 1, 1, 1), 123456789012345), 2, 3)
@@ -368,13 +368,13 @@ def test_memory_of_16k_tokens(name):
 @pytest.mark.parametrize("inside", ["backward", "incoming", "nothing"])
 @by_backend
 def test_a_backward_pass_in_inference_mode_has_the_same_gradient(backend, inside):
-    """Nothing is recorded there: a backward pass that recomputes with autograd would find 0."""
+    """Inference mode records nothing, so a backward pass that recomputes with autograd there would return 0."""
     q, k, v = leaves = [torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     out = regard.attention(q, k, v, is_causal=True, backend=backend)
     weight = torch.randn(1, 2, 5, 4, dtype=torch.float64)
     expected = torch.autograd.grad(out, leaves, weight, retain_graph=True)
     with torch.inference_mode(inside != "nothing"):
-        incoming = weight * 1 if inside == "incoming" else weight  # a tensor that was made there
+        incoming = weight * 1 if inside == "incoming" else weight  # a tensor made in inference mode
         found = torch.autograd.grad(out, leaves, incoming)
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b) and bool(b.any())

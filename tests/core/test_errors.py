@@ -1,4 +1,4 @@
-"""Bad input: the error names the argument, what came and what was expected."""
+"""Bad input: the error names the argument, what was expected and what was given."""
 
 import math
 
@@ -33,7 +33,7 @@ nan = math.nan
 
 
 class Subclass(torch.Tensor):
-    """Some library's own kind of tensor."""
+    """A tensor type of another library."""
 
 
 def attend(*tensors, **arguments):
@@ -281,7 +281,7 @@ ERRORS = {
     "cu_seqlens": (lambda: Documents.from_cu_seqlens(torch.tensor([1, 3])), ValueError, "start at 0 and never fall"),
     "cu_seqlens type": (lambda: Documents.from_cu_seqlens(torch.ones(3)), TypeError, "expected an integer tensor"),
     "prior times number": (lambda: Causal() * 2, TypeError, "unsupported operand"),
-    # around the operator
+    # functions around the operator
     "scores": (lambda: regard.solve([1.0]), TypeError, "scores: expected a floating-point tensor"),
     "scores subclass": (lambda: regard.solve(causal_upper_left(3, 3)), TypeError, "scores: expected a plain tensor"),
     "scalar scores": (lambda: regard.solve(torch.tensor(1.0)), ValueError, "scores: expected shape"),
@@ -333,7 +333,7 @@ def test_an_explicit_backend_never_falls_back(arguments):
 
 
 def test_native_declines_tensors_without_memory():
-    """A wrapper subclass holds other tensors and no numbers of its own: reading its memory would crash."""
+    """A wrapper subclass holds other tensors and no numbers itself. Reading its memory would crash."""
     q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
     wrapped = [TwoTensor(t, 2 * t) for t in (q, k, v)]
     choice = regard.select_backend(*wrapped)
@@ -342,7 +342,7 @@ def test_native_declines_tensors_without_memory():
     assert torch.allclose(out.a, regard.attention(q, k, v), atol=1e-6)
     assert torch.allclose(out.b, regard.attention(2 * q, 2 * k, 2 * v), atol=1e-6)
     mask = torch.randn(5, 5)
-    masked = regard.attention(*wrapped, attn_mask=TwoTensor(mask, -mask))  # the queries' own type
+    masked = regard.attention(*wrapped, attn_mask=TwoTensor(mask, -mask))  # the type of the query
     assert torch.allclose(masked.b, regard.attention(2 * q, 2 * k, 2 * v, attn_mask=-mask), atol=1e-6)
     with pytest.raises(NotImplementedError, match='backend "native" cannot serve'):
         regard.attention(*wrapped, backend="native")
@@ -358,7 +358,7 @@ def test_select_backend():
 
 
 def test_auto_avoids_large_masks(monkeypatch):
-    monkeypatch.setattr(engine, "_loaded", (None, "taken away for this test"))
+    monkeypatch.setattr(engine, "_loaded", (None, "disabled for this test"))
     q = torch.randn(1, 1, 5000, 4)
     choice = regard.select_backend(q, q, q, problem=Transport(prior=Window(10)))
     assert choice.backend == "torch" and "mask" in choice.reasons["sdpa"]

@@ -1,5 +1,5 @@
-"""FDivergence: construction compares f, link, slope and lower; slope can be left out; the certificate rests on f alone,
-also where link is wrong."""
+"""FDivergence: construction compares f, link, slope and lower. slope is optional. The certificate uses f alone, so it
+is valid even if link is wrong."""
 
 import copy
 import functools
@@ -127,14 +127,14 @@ def test_what_construction_finds_out():
 
 def test_checking_is_quick():
     seconds = []
-    for _ in range(10):  # the processor's time: a busy machine does not spoil it
+    for _ in range(10):  # processor time, so that other work on the machine does not matter
         began = time.process_time()
         FDivergence(*RIGHT["hellinger"])
         seconds.append(time.process_time() - began)
     assert min(seconds) < 0.01
 
 
-def test_kl_and_tsallis_by_hand_are_the_built_in_ones():
+def test_kl_and_tsallis_by_hand_equal_the_built_in_ones():
     for name, built_in in (("kl", regard.KL()), ("tsallis 1.5", regard.Tsallis(1.5)), ("pearson", regard.Tsallis(2.0))):
         own = regard.solve(three_rows(), Transport(FDivergence(*RIGHT[name]))).weights
         assert torch.allclose(own, regard.solve(three_rows(), Transport(built_in)).weights, atol=1e-12)
@@ -197,14 +197,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_functions_are_named(name):
+def test_errors_name_the_wrong_function(name):
     argument, expected, *functions = WRONG[name]
     with pytest.raises(ValueError, match=rf"^FDivergence\({argument}\): expected .*, got ") as raised:
         FDivergence(*functions)
     assert expected in str(raised.value)
 
 
-def test_the_point_of_failure_is_told():
+def test_errors_name_the_point_of_failure():
     with pytest.raises(
         ValueError, match=r"^FDivergence\(link\): expected f'\(link\(t\)\) = t, got f'\(5\) = 500 at t = 4$"
     ):
@@ -212,7 +212,7 @@ def test_the_point_of_failure_is_told():
 
 
 @pytest.mark.parametrize("argument", ["f", "link", "slope"])
-def test_a_function_that_raises_is_refused(argument):
+def test_a_function_that_raises_is_reported(argument):
     def fails(x):
         raise KeyError("no such entry")
 
@@ -226,7 +226,7 @@ def test_a_function_that_raises_is_refused(argument):
 
 
 def cubic():
-    """f = x^3/6: a link with a slope and higher derivatives that are not its own."""
+    """f = x^3/6: its link sqrt(2 t) has a slope and higher derivatives that differ from it."""
     return FDivergence(lambda x: x**3 / 6, lambda t: (2 * t).sqrt(), lower=0.0)
 
 
@@ -262,7 +262,7 @@ def test_attention_is_compiled_with_a_derived_slope():
     assert torch.allclose(*(torch.autograd.grad(out.sum(), q)[0] for out in results), atol=1e-5)
 
 
-def test_a_broken_graph_checks_as_well():
+def test_construction_is_checked_at_a_graph_break():
     def build(f, t):
         return FDivergence(f, torch.relu, lower=0.0).link(t)
 
@@ -322,7 +322,7 @@ def test_copies_are_not_checked_again(monkeypatch):
 
 
 def unchecked(f, link, slope=torch.ones_like, lower=-math.inf):
-    """An FDivergence that no construction has looked at."""
+    """An FDivergence that was made without the checks of construction."""
     made = object.__new__(FDivergence)
     made.__setstate__({"user_f": f, "user_link": link, "user_slope": slope, "lower": lower})
     return made
@@ -344,8 +344,8 @@ LIES = {
 
 @pytest.mark.parametrize(("lie", "lower"), list(itertools.product(LIES, (-math.inf, -1.0))))
 @pytest.mark.parametrize("marginal", [Rows(), Rows(sink=0.1), Rows(relax=1.0), Free()], ids=repr)
-def test_no_lie_of_the_link_lowers_the_bound(lie, lower, marginal):
-    """The true optimum of f = x^4 achieves at most the dual that is found with a wrong link."""
+def test_a_wrong_link_does_not_lower_the_bound(lie, lower, marginal):
+    """The dual value that is found with a wrong link is at least the true optimum for f = x^4."""
     s = torch.tensor([1.0, 0.5, 0.0], dtype=D)
     best = regard.solve(s, Transport(FDivergence(quartic, lambda t: (t / 4) ** (1 / 3), lower=0.0), marginal=marginal))
     problem = Transport(unchecked(quartic, LIES[lie], lower=lower), marginal=marginal)
@@ -353,7 +353,7 @@ def test_no_lie_of_the_link_lowers_the_bound(lie, lower, marginal):
     assert best.certificate().holds(1e-10)
     assert float(found.primal) == pytest.approx(float(best.certificate().primal), abs=1e-12)  # f alone
     assert not found.dual < found.primal - 1e-12
-    if (lie, marginal) != ("1 % too much", Rows()):  # there the share of each key is what it should be
+    if (lie, marginal) != ("1 % too much", Rows()):  # this link gives each key its right share
         assert not regard.solve(s, problem).certificate().holds(1e-6)
 
 
@@ -368,7 +368,8 @@ def test_a_plan_that_another_beats_is_not_certified():
 
 
 def test_a_price_of_minus_infinity_is_no_proof():
-    """Only rows without keys have one plan and no price. Elsewhere such a price is nonsense, and the bound holds."""
+    """Only rows without keys have a single plan and no price. In other rows a price of -inf is invalid, and the
+    certificate computes the bound."""
     s = torch.tensor([[1.0, 0.5], [-math.inf, -math.inf]], dtype=D)
     form, folded = lower_scores(s, Transport(FDivergence(*RIGHT["tsallis 2.0"])), D)
     best = solve_rows(form, folded, order=2)
@@ -420,7 +421,7 @@ def test_an_unbounded_conjugate_is_infinite():
     assert line[0] == line[2] == math.inf and abs(line[1]) < 1e-12
 
 
-def test_the_bound_on_the_line():
+def test_the_bound_over_negative_ratios():
     eta = torch.tensor([-1e3, -1.0, 0.0, 2.0], dtype=D)
     for start in (-1e6, 0.0, 3.0, math.nan):
         found = conjugate_bound(lambda x: x * x / 2, eta, torch.full_like(eta, start), signed=True)

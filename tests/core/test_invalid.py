@@ -1,7 +1,7 @@
-"""NaN and infinity stay visible: what reads one is NaN, in output, statistics and gradients; nothing else changes.
+"""NaN and infinity propagate: every output, statistic and gradient that depends on one is NaN, and no other changes.
 
-The table says which rows of the plan one NaN reaches. `oracle`, autograd through the softmax formula in float64, has to
-agree with the table; then every regulariser and marginal has to, on each backend and instruction set.
+The table lists the rows of the plan that one NaN reaches. `oracle` (autograd through the softmax formula in float64)
+must agree with the table, and so must every regulariser and marginal on each backend and instruction set.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ def normal(seed, *shape):
 
 
 def tensors():
-    """Small scores: every admissible key has weight, whatever the regulariser."""
+    """Small scores, so that every admissible key has weight under every regulariser."""
     return {
         "query": 0.3 * normal(0, 1, H, T, D),
         "key": 0.3 * normal(1, 1, H, T, D),
@@ -47,12 +47,12 @@ class Reach:
     """How far a NaN at `at` of a tensor reaches under a causal mask."""
 
     at: tuple[int, ...]
-    rows: tuple[int, ...]  # of head 1: those that read it
-    plan: bool = True  # their weights are not finite, so nothing else is; else only what its `gradients` are made of
+    rows: tuple[int, ...]  # the rows of head 1 that read it
+    plan: bool = True  # whether their weights become NaN; if not, only `gradients` do
     output: bool = True
     heads: tuple[int, ...] = (1,)
     gradients: tuple[str, ...] = ("query", "key", "value", "mask", "prior", "key_prior", "temperature")
-    query: bool = True  # the gradient of other queries is as it was; else 0 * NaN, as in PyTorch
+    query: bool = True  # whether gradients of other queries stay; if not, they hold 0 * NaN, as in PyTorch
     unmoved: tuple[str, ...] = ()  # statistics that do not depend on it
 
 
@@ -128,12 +128,13 @@ def oracle(given):
 
 
 def nearly(a, b):
-    """As far as rounding goes: where a price is searched, the rows of a block are searched for together."""
+    """Equal up to rounding. A search for prices treats the rows of a block together, so the last bits may differ."""
     return torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def check(name, found, clean, equal=torch.equal):
-    """The table, in full; `found` and `clean` have what `call` or `oracle` gives. `equal`: what was not reached."""
+    """Compare `found` (with NaN) and `clean` (without), results of `call` or `oracle`, with the table. `equal` compares
+    the entries that the NaN does not reach."""
     reach = TABLE[name]
     hit = torch.zeros(H, T, dtype=torch.bool)
     hit[[[head] for head in reach.heads], list(reach.rows)] = True
@@ -156,25 +157,25 @@ def check(name, found, clean, equal=torch.equal):
         assert equal(found["out"][0, ~hit], clean["out"][0, ~hit])
     if reach.query:
         assert equal(found["d query"][0, ~hit], clean["d query"][0, ~hit])
-    for gradient in ("key", "value", "prior", "temperature") if reach.heads == (1,) else ():  # head 0 knows nothing
+    for gradient in ("key", "value", "prior", "temperature") if reach.heads == (1,) else ():  # not in head 0
         mine, before = (run[f"d {gradient}"].reshape(H, -1)[0] for run in (found, clean))
         assert equal(mine, before), gradient
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_the_table_is_pytorchs(name):
+def test_the_table_agrees_with_pytorch(name):
     check(name, oracle(spoilt(name)), oracle(tensors()))
 
 
 @pytest.mark.parametrize("name", TABLE)
 @pytest.mark.parametrize("marginal", MARGINALS)
 @by_backend
-def test_a_nan_reaches_what_reads_it(backend, marginal, name):
+def test_a_nan_reaches_the_rows_that_read_it(backend, marginal, name):
     for regularizer in REGULARIZERS:
         if backend == "native" and regularizer == "fermi" and marginal != "free":
             continue  # declined
         clean, found = (call(backend, regularizer, marginal, given) for given in (tensors(), spoilt(name)))
-        if marginal == "free":  # their price is given
+        if marginal == "free":  # the price of free rows is given
             del found["dual"], clean["dual"]
         check(name, found, clean, torch.equal if backend == "native" or regularizer == "kl" else nearly)
         if marginal != "rows" and marginal != "mass":
@@ -196,7 +197,7 @@ def test_in_the_gradient_of_statistics(backend, loss, name):
 @pytest.mark.parametrize("causal", [False, True])
 @by_backend
 def test_a_query_that_is_not_finite(backend, causal, bad):
-    """Over blocks of many rows and keys and with a single key, whatever the sign of its infinite scores: as softmax.
+    """The rows are NaN, as in softmax: in blocks of many rows and keys, with a single key, for scores of both signs.
 
     (PyTorch's attention gives 0 where all scores are -inf.)
     """
@@ -207,7 +208,7 @@ def test_a_query_that_is_not_finite(backend, causal, bad):
     spoilt = q.clone()
     spoilt[:, :, rows, 0] = bad
     for problem in (Transport(), Transport(Tsallis(1.5)), Transport(Tsallis(2.0)), Transport(Tsallis(1.3))):
-        for key in (k, k.abs(), -k.abs()):  # scores of both signs, of one
+        for key in (k, k.abs(), -k.abs()):  # scores of both signs, of one sign
 
             def run(function, query, key=key):
                 leaves = [t.clone().requires_grad_() for t in (query, key, v)]
@@ -232,8 +233,8 @@ def test_a_query_that_is_not_finite(backend, causal, bad):
 
 @pytest.mark.parametrize("bits", [0x7F800001, 0x7FC00001, 0x7FFFFFFF, 0xFFFFFFFF, 0xFFC00000])
 @by_backend
-def test_every_nan_is_one(backend, bits):
-    """Whatever its bits are: an exponential made of bits must not make a number of them."""
+def test_every_bit_pattern_of_nan_stays_nan(backend, bits):
+    """An exponential that is computed from bits must not turn some NaN into a number."""
     (bad,) = struct.unpack("=f", struct.pack("=I", bits))
     q, k, v = (normal(seed, 1, 1, 40, 8) for seed in range(3))
     q[0, 0, 5] = torch.tensor([bits - 2**32 if bits >= 2**31 else bits], dtype=torch.int32).view(torch.float32)

@@ -131,8 +131,8 @@ def _plus_one(t):
     return 1 + t
 
 
-def test_a_copied_regularizer_is_its_own():
-    """A copy must neither die with the original nor be mistaken for another one."""
+def test_a_copied_regularizer_is_independent():
+    """A copy must stay valid without the original, and must have a name of its own."""
     own = FDivergence(_chi2, _plus_one, torch.ones_like, lower=-1.0)
     s = torch.tensor([1.0, 0.5, 0.0])
     expected = regard.solve(s, Transport(own)).weights

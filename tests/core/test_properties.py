@@ -50,7 +50,7 @@ def test_the_optimum_is_certified(problem, seed, n):
 
 
 @given(problems(), seeds, st.integers(2, 16))
-def test_no_other_plan_does_better(problem, seed, n):
+def test_no_other_plan_is_better(problem, seed, n):
     """Weak duality: any plan that meets the marginal has primal <= dual."""
     scores = draw(seed, 4, n)
     best = regard.solve(scores, problem)
@@ -211,13 +211,13 @@ native_problems = st.one_of(
         lambda b, tau: Transport(FermiDirac(), marginal=Free(b), temperature=tau), st.floats(-3, 3), temperatures
     ),
 )
-long = st.one_of(sizes, st.integers(600, 900))  # either way of keeping weights
+long = st.one_of(sizes, st.integers(600, 900))  # both ways of storing weights
 
 
 @settings(max_examples=60)
 @given(native_problems, seeds, long)
 def test_native_weights_are_optimal(problem, seed, n):
-    """Judged by the certificate, in float64: no gap, the marginal met; and by the engine's own dual and value."""
+    """The certificate in float64 has no gap and the marginal is met, also with the dual and value of the engine."""
     scores = draw(seed, 3, n).float().double()
     weights, aux = native_plan(scores, problem)
     certificate = regard.certify(scores, weights, problem)

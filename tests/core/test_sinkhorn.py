@@ -1,4 +1,4 @@
-"""Rows and columns: Sinkhorn attention against POT, OTT-JAX and closed forms, its gradient, what must not happen."""
+"""Rows and columns: Sinkhorn attention against POT, OTT-JAX and closed forms, its gradient, its errors and warnings."""
 
 import functools
 import math
@@ -80,7 +80,7 @@ def dense(scores, tau=1.0, row=None, column=None, relax=None, steps=20000):
     return (y - f[..., None] - g[..., None, :]).exp()
 
 
-# --- other people's software ------------------------------------------------------------------------------------------
+# --- other libraries --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("epsilon", [1.0, 0.1, 0.01, 0.001])
@@ -144,7 +144,7 @@ def map_arrays(tree):
 
 
 def test_unbalanced_equal_to_pot():
-    """POT relaxes both sides; with the rows held tight its plan is ours."""
+    """POT relaxes both sides. With a large penalty on its rows its plan is the same."""
     scores, tau, rho = draw(6, 7, seed=6), 0.4, 0.8
     expected = ot.unbalanced.sinkhorn_unbalanced(
         np.ones(6),
@@ -164,14 +164,14 @@ def test_unbalanced_equal_to_pot():
     ("epsilon", "backend"), [(1.0, "torch"), (0.05, "torch"), *((e, BACKENDS[-1]) for e in (1.0, 0.1, 0.01, 0.001))]
 )
 def test_attention_equals_the_stored_plan(epsilon, backend):
-    """Float32 inputs too: what float32 cannot tell is found in float64."""
+    """Also for float32 inputs: the solver uses float64 where float32 cannot resolve the tolerance."""
     q, k, v = draw(1, 2, 10, 4), draw(1, 2, 7, 4, seed=1), draw(1, 2, 7, 3, seed=2)
     problem = Transport(marginal=RowsAndColumns(tolerance=1e-9), temperature=epsilon)
     expected = regard.solve(q @ k.mT / 2, problem).weights @ v
     for dtype, allowed in ((F64, 1e-6), (torch.float32, 1e-4)):
         mine = (t.to(dtype) for t in (q, k, v))
         exact = expected
-        if dtype != F64:  # rounded queries and keys are another problem at small temperatures
+        if dtype != F64:  # at small temperatures the rounding of queries and keys changes the problem
             q2, k2, v2 = (t.to(dtype).double() for t in (q, k, v))
             exact = regard.solve(q2 @ k2.mT / 2, problem).weights @ v2
         out, aux = regard.attention(
@@ -231,7 +231,7 @@ def test_gradient_of_everything(how, backend):
 @by_backend
 @pytest.mark.parametrize("tau", [1.0, 0.1])
 def test_gradient_is_as_good_as_the_tolerance(backend, tau, monkeypatch):
-    """A caller who tolerates more gets a gradient in about that, and sooner."""
+    """With a larger tolerance the gradient is about that precise and takes less time."""
     engine, passes = registry[backend], []
     forward = engine.forward
     monkeypatch.setattr(engine, "forward", lambda *given: passes.append(1) or forward(*given))
@@ -251,7 +251,7 @@ def test_gradient_is_as_good_as_the_tolerance(backend, tau, monkeypatch):
 
 @by_backend
 def test_batches_of_gradients(backend):
-    """`is_grads_batched` gives what one call after the other gives."""
+    """`is_grads_batched` gives the same as one call for each gradient."""
     q, k, v = (draw(1, 2, 5, 3, seed=n, grad=True) for n in range(3))
     row = draw(2, 5, seed=3).exp().requires_grad_()
     out = regard.attention(q, k, v, problem=Transport(marginal=tight(row=row)), backend=backend)
@@ -276,7 +276,7 @@ def test_gradient_of_the_prices():
 
 
 def test_gradient_of_default_columns_with_learned_rows():
-    """The default columns share what the rows ship: that depends on the rows."""
+    """The default columns share what the rows send, so they depend on the rows."""
     q, k, v = draw(1, 1, 4, 3), draw(1, 1, 5, 3, seed=1), draw(1, 1, 5, 2, seed=2)
     row = draw(1, 4, seed=3).exp().requires_grad_()
     run = lambda row: regard.attention(q, k, v, problem=Transport(marginal=tight(row=row)))  # noqa: E731
@@ -331,7 +331,7 @@ def test_marginals_gap_and_symmetries(Tq, Tk, seed, tau):
     # A worse plan that meets both marginals has a larger gap.
     other = a[:, None] * b / a.sum()
     assert float(regard.certify(scores, other, problem).gap) >= float(certificate.gap) - 1e-9
-    # Offsets of whole rows and columns of scores, and of the prior, are prices and nothing else.
+    # Offsets of whole rows and columns of the scores or the prior change the prices only.
     shifted = regard.solve(scores + draw(Tq, 1, seed=seed + 4) + draw(Tk, seed=seed + 5), problem).weights
     assert (shifted - p).abs().max() < 1e-8
     # Permutations of queries and keys permute the plan.
@@ -358,7 +358,7 @@ def test_limits_of_relaxation(seed, tau):
 
 @by_backend
 def test_priors_masks_and_shapes_against_the_stored_plan(backend):
-    """Everything that makes a score or a prior, with shared keys and unequal lengths."""
+    """All options that affect scores or prior, with shared keys and unequal lengths."""
     q, k, v = draw(2, 4, 6, 3), draw(2, 2, 8, 3, seed=1), draw(2, 2, 8, 5, seed=2)
     mask, bias, tau = draw(4, 6, 8, seed=3), draw(2, 1, 1, 8, seed=4), torch.tensor([0.4, 0.7, 1.0, 1.5], dtype=F64)
     mask[:, 2, 3] = -math.inf
@@ -381,7 +381,7 @@ def test_priors_masks_and_shapes_against_the_stored_plan(backend):
     p = dense(scores / temperature + log_prior)
     assert (out - p @ values).abs().max() < 1e-8
 
-    # Statistics by their words.
+    # Statistics by their definitions.
     def xlogp(x):
         return torch.xlogy(p, p).sum(-1)
 
@@ -404,7 +404,7 @@ def test_priors_masks_and_shapes_against_the_stored_plan(backend):
     assert (torch.where(admissible, prices.exp(), 0.0) - p).abs().max() < 1e-8
     spread = (p * (values**2).sum(-1)[:, :, None]).sum(-1) - (out**2).sum(-1)
     assert (aux.value_spread - spread).abs().max() < 1e-8
-    # Windows on the plan.
+    # Single weights of the plan.
     plan = {"attn_mask": mask, "problem": problem, "softcap": 2.0, "enable_gqa": True}
     assert (regard.weights_at(q, k, torch.arange(8), **plan) - p).abs().max() < 1e-8
     weights, _ = regard.topk(q, k, 3, **plan)
@@ -416,7 +416,7 @@ def test_priors_masks_and_shapes_against_the_stored_plan(backend):
 
 
 @by_backend
-def test_rows_that_ship_unequal_masses(backend):
+def test_rows_that_send_unequal_masses(backend):
     q, k, v = draw(1, 2, 5, 3), draw(1, 2, 4, 3, seed=1), draw(1, 2, 4, 3, seed=2)
     row = draw(2, 5, seed=3).exp()
     row[:, 1] = 0.0
@@ -443,20 +443,20 @@ def test_rows_that_ship_unequal_masses(backend):
 
 
 @by_backend
-def test_documents_do_not_know_of_one_another_and_padding_takes_no_part(backend):
+def test_documents_are_independent_and_padding_has_no_effect(backend):
     ids = torch.tensor([0, 0, 0, 1, 1, 1, 1, -1, -1])
     keys = torch.tensor([0, 0, 1, 1, 1, -1, 0, 7])
     q, k, v = (t.requires_grad_() for t in (draw(1, 2, 9, 4), draw(1, 2, 8, 4, seed=1), draw(1, 2, 8, 3, seed=2)))
-    rubbish = [t.detach().clone() for t in (q, k, v)]
-    rubbish[0][:, :, 7:] = math.nan
-    for t in rubbish[1:]:
+    invalid = [t.detach().clone() for t in (q, k, v)]
+    invalid[0][:, :, 7:] = math.nan
+    for t in invalid[1:]:
         t[:, :, [5, 7]] = math.nan
-    rubbish = [t.requires_grad_() for t in rubbish]
+    invalid = [t.requires_grad_() for t in invalid]
     problem = Transport(prior=Documents(ids, keys), marginal=tight())
     out, aux = regard.attention(
-        *rubbish, problem=problem, backend=backend, return_aux=AuxRequest(key_mass=True, column_residual=True)
+        *invalid, problem=problem, backend=backend, return_aux=AuxRequest(key_mass=True, column_residual=True)
     )
-    gradients = torch.autograd.grad(out.square().sum(), rubbish)
+    gradients = torch.autograd.grad(out.square().sum(), invalid)
     assert all(g.isfinite().all() for g in gradients)
     assert torch.equal(out[:, :, 7:], torch.zeros_like(out[:, :, 7:]))
     expected = torch.tensor([1, 1, 4 / 3, 4 / 3, 4 / 3, 0, 1, 0], dtype=F64)
@@ -513,7 +513,7 @@ def test_sinkformer(n, backend):
         assert not regard.certify(q @ k.mT / 2, kernel, problem).holds(1e-6)
 
 
-# --- errors, warnings, refusals ---------------------------------------------------------------------------------------
+# --- errors and warnings ----------------------------------------------------------------------------------------------
 
 
 TWO, ONE = torch.tensor([0, 0, 1, 1, 1]), torch.tensor([0, 1, 1, 1, 1])
@@ -537,14 +537,14 @@ def call(**more):
         ({"marginal": RowsAndColumns(row=torch.ones(4))}, r"RowsAndColumns\(row\): expected a shape"),
         ({"marginal": RowsAndColumns(row=-torch.ones(5))}, r"RowsAndColumns\(row\): expected finite numbers >= 0"),
         ({"marginal": RowsAndColumns(column=torch.ones(4))}, r"RowsAndColumns\(column\): expected a shape"),
-        ({"marginal": RowsAndColumns(column=torch.full((5,), 2.0))}, r"ship, 5, over .* got 10"),
+        ({"marginal": RowsAndColumns(column=torch.full((5,), 2.0))}, r"send, 5, over .* got 10"),
         ({"marginal": RowsAndColumns(relax=torch.tensor(-1.0))}, r"RowsAndColumns\(relax\): expected relax > 0"),
         ({"backend": "sdpa"}, 'backend "sdpa"'),
         ({"prior": Documents(TWO, ONE), "marginal": RowsAndColumns(column=torch.ones(5))}, "in a document"),
     ],
     ids=lambda x: str(x)[:40],
 )  # fmt: skip
-def test_refusals(more, words):
+def test_errors(more, words):
     parts = {name: more.pop(name) for name in ("prior", "temperature", "marginal") if name in more}
     parts.setdefault("marginal", RowsAndColumns())
     with pytest.raises((ValueError, NotImplementedError), match=words):
@@ -565,8 +565,8 @@ FORBIDDEN = torch.zeros(5, 5, dtype=F64).masked_fill(~LOWER, -math.inf)
     ],
     ids=["bool", "expanded", "one head", "strict", "padded", "float", "finite", "learned", "packed"],
 )  # fmt: skip
-def test_causal_masks_are_refused(mask):
-    """However they are spelled: earlier outputs would change with later queries."""
+def test_causal_masks_raise(mask):
+    """In every form in which they can be given: earlier outputs would depend on later queries."""
     problem = Transport(marginal=RowsAndColumns())
     with pytest.raises(ValueError, match=r"attn_mask: RowsAndColumns does not allow a causal .* read the future"):
         call(attn_mask=mask, problem=problem)
@@ -594,7 +594,7 @@ UP_TO_THE_NEXT = torch.zeros(5, 5).masked_fill(torch.ones(5, 5, dtype=torch.bool
     ],
     ids=["window", "documents", "bias", "document by document"],
 )
-def test_what_is_causal_together_is_refused(prior, mask):
+def test_priors_and_masks_that_are_causal_together_raise(prior, mask):
     whole = prior if mask is None else prior * Bias(torch.zeros(5, 5).masked_fill(~mask, -math.inf))
     with pytest.raises(
         ValueError, match=r"prior.* together: RowsAndColumns does not allow a causal .* read the future"
@@ -604,8 +604,8 @@ def test_what_is_causal_together_is_refused(prior, mask):
         call(problem=Transport(prior=whole, marginal=RowsAndColumns()))
 
 
-def test_one_head_that_is_causal_far_down_is_found():
-    """Blocks of queries are looked at one after the other, heads each for itself."""
+def test_one_causal_head_is_found_in_late_blocks():
+    """The test reads blocks of queries one after the other, and each head by itself."""
     T = 600
     mask = torch.ones(2, T, T, dtype=torch.bool).tril()
     q = draw(1, 2, T, 4)
@@ -618,8 +618,8 @@ def test_one_head_that_is_causal_far_down_is_found():
 
 
 @pytest.mark.parametrize("low", [-65504.0, -1e9, -1e30])
-def test_numbers_that_mean_forbidden(low):
-    """They are scores and stay so, but a triangle of them is causal, and others are told of."""
+def test_finite_numbers_in_place_of_minus_infinity(low):
+    """They count as scores. A triangle of them is causal and raises; other patterns cause a warning."""
     problem = Transport(marginal=RowsAndColumns(iterations=3))
     bias = draw(5, 5)
     triangle, padding = bias.masked_fill(~LOWER, low), bias.masked_fill(torch.arange(5) == 4, low)
@@ -633,7 +633,7 @@ def test_numbers_that_mean_forbidden(low):
         call(attn_mask=bias.abs() * low, problem=problem)  # large costs
 
 
-def test_causal_masks_of_modules_are_refused():
+def test_causal_masks_of_modules_raise():
     module = regard.nn.MultiheadAttention(8, 2, problem=Transport(marginal=RowsAndColumns()), batch_first=True)
     x = torch.randn(1, 5, 8)
     with pytest.raises(ValueError, match="read the future"):
@@ -650,15 +650,15 @@ def test_causal_masks_of_modules_are_refused():
     ],
     ids=["whole", "blocks", "diagonal", "one key", "one query", "keys", "padding", "nothing"],
 )  # fmt: skip
-def test_other_masks_are_not_taken_for_causal(mask):
+def test_other_masks_do_not_raise(mask):
     bias = torch.zeros(mask.shape, dtype=F64).masked_fill(~mask, -math.inf)
     by_mask = call(attn_mask=mask, problem=Transport(marginal=tight(strict=True)))
     by_bias = call(problem=Transport(prior=Bias(bias), marginal=tight(strict=True)))
     assert (by_mask - by_bias).abs().max() < 1e-9
 
 
-def test_a_triangle_that_is_not_square_is_no_causal_mask():
-    """Which position a query has among more keys, the mask does not say."""
+def test_a_triangle_that_is_not_square_does_not_raise():
+    """If there are more keys than queries, the mask alone does not determine the position of a query."""
     q, k = draw(1, 2, 3, 4), draw(1, 2, 5, 4)
     mask = torch.ones(3, 5, dtype=torch.bool).tril(2)
     regard.attention(q, k, k, mask, problem=Transport(marginal=RowsAndColumns(strict=True)))
@@ -672,13 +672,13 @@ def test_a_triangle_that_is_not_square_is_no_causal_mask():
     ],
     ids=str,
 )  # fmt: skip
-def test_what_is_declared_is_checked(bad):
+def test_invalid_settings_raise(bad):
     with pytest.raises((ValueError, TypeError), match=rf"RowsAndColumns\({next(iter(bad))}\): expected"):
         RowsAndColumns(**bad)
 
 
-def test_failure_to_converge_is_told():
-    """Under a triangular mask the only plan is its diagonal, which no finite prices give (not the causal one)."""
+def test_failure_to_converge_is_reported():
+    """Under an upper triangular mask (not causal) the only plan is the diagonal, which no finite prices give."""
     mask = torch.ones(5, 5, dtype=torch.bool).triu()
     short = {"max_iterations": 8, "tolerance": 1e-9}
     with pytest.warns(UserWarning, match=r"after \d+ iterations .*e-\d\d of the mass is in a wrong column"):
@@ -690,7 +690,7 @@ def test_failure_to_converge_is_told():
     assert (aux.column_residual - (aux.key_mass - 1).abs()).abs().max() < 1e-12 and aux.column_residual.max() > 1e-9
     with pytest.raises(RuntimeError, match="in a wrong column"):
         call(attn_mask=mask, problem=Transport(marginal=RowsAndColumns(strict=True, **short)))
-    with pytest.raises(RuntimeError, match="more of the mass than float64 can tell may be in a wrong column"):
+    with pytest.raises(RuntimeError, match="more of the mass than float64 can resolve may be in a wrong column"):
         call(problem=Transport(marginal=RowsAndColumns(strict=True, max_iterations=8), temperature=1e-12))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -698,7 +698,7 @@ def test_failure_to_converge_is_told():
 
 
 def crowded(T, queries, keys):
-    """The first queries may read the first keys alone, which cannot receive all that they ship."""
+    """A mask whose first queries may read only the first keys, which cannot receive all that these queries send."""
     mask = torch.ones(T, T, dtype=torch.bool)
     mask[:queries, keys:] = False
     return mask
@@ -707,8 +707,9 @@ def crowded(T, queries, keys):
 @pytest.mark.parametrize("dtype", [F64, torch.float32], ids=str)
 @pytest.mark.parametrize("T", [8, 64])
 @pytest.mark.parametrize("kind", ["over", "block"])
-def test_no_plan_is_never_taken_for_one(kind, T, dtype):
-    """Prices that run off leave a residual of rounding alone, which can be 0 by chance: each head is told of."""
+def test_every_head_without_a_plan_is_reported(kind, T, dtype):
+    """If prices grow without bound, the residual is only rounding and may be 0 by chance. Each head is still
+    reported."""
     mask = crowded(T, 2, 1) if kind == "over" else crowded(T, T // 2, T // 4)
     q, k, v = (draw(4, 2, T, 8, seed=seed, dtype=dtype) for seed in range(3))
     settings = {"max_iterations": 250 if T == 8 else 60}
@@ -717,7 +718,7 @@ def test_no_plan_is_never_taken_for_one(kind, T, dtype):
             q, k, v, mask, problem=Transport(marginal=RowsAndColumns(**settings)),
             return_aux=AuxRequest(column_residual=True, key_mass=True, mass=True),
         )  # fmt: skip
-    least = {"over": 2 / T, "block": 1 / 2}[kind]  # of the mass: what is too much here is too little elsewhere
+    least = {"over": 2 / T, "block": 1 / 2}[kind]  # of the mass: an excess in one column is missing in another
     assert bool((aux.column_residual.sum(-1) / T > least * (1 - 1e-4)).all())
     assert (aux.column_residual - (aux.key_mass - 1).abs()).abs().max() < 1e-4
     assert out.isfinite().all() and (aux.mass - 1).abs().max() < 1e-4
@@ -728,8 +729,8 @@ def test_no_plan_is_never_taken_for_one(kind, T, dtype):
 @by_backend
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(seeds)
-def test_there_is_no_plan_is_said_where_there_is_none_and_soon(backend, seed):
-    """Each query ships 1 and each key receives 1: there is a plan where queries and keys can be matched (Birkhoff)."""
+def test_a_missing_plan_is_proven_in_few_iterations(backend, seed):
+    """Each query sends 1 and each key receives 1. A plan exists if queries and keys can be matched (Birkhoff)."""
     T = 7
     mask = torch.rand(T, T, generator=torch.Generator().manual_seed(seed)) < 0.3
     mask[:, 0] |= ~mask.any(1)
@@ -738,23 +739,23 @@ def test_there_is_no_plan_is_said_where_there_is_none_and_soon(backend, seed):
     matched = maximum_bipartite_matching(csr_array(mask.numpy()), perm_type="column")
     q, k, v = (draw(1, 2, T, 4, seed=n) for n in range(3))
     problem = Transport(marginal=RowsAndColumns(tolerance=1e-5))
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         aux = regard.attention(
             q, k, v, mask, problem=problem, backend=backend, return_aux=AuxRequest(iterations=True)
         )[1]  # fmt: skip
     if (matched >= 0).all():
-        assert not said
+        assert not caught
         return
-    [warning] = said
-    shipped, keys = re.search(r"no plan: in head . of batch 0, (\d) queries ship \1 and may read only (\d) keys",
+    [warning] = caught
+    sent, keys = re.search(r"no plan: in head . of batch 0, (\d) queries send \1 and may read only (\d) keys",
                               str(warning.message)).groups()  # fmt: skip
-    assert int(shipped) > int(keys) and int(aux.iterations.max()) <= 33
+    assert int(sent) > int(keys) and int(aux.iterations.max()) <= 33
 
 
 def test_a_search_without_progress_ends_before_the_last_iteration(monkeypatch):
-    """There is no plan here, and the proof of that is switched off."""
-    monkeypatch.setattr(feasibility.Infeasibility, "_look_along", lambda *_: None)
+    """There is no plan here, and the search for a proof is disabled."""
+    monkeypatch.setattr(feasibility.Infeasibility, "_test_order", lambda *_: None)
     problem = Transport(marginal=RowsAndColumns(strict=True, max_iterations=2000))
     q = draw(1, 1, 8, 4)
     with pytest.raises(RuntimeError, match=r"after [1-9]\d\d iterations 1.2\de-01 .* stopped making progress"):
@@ -762,7 +763,7 @@ def test_a_search_without_progress_ends_before_the_last_iteration(monkeypatch):
 
 
 @by_backend
-def test_marginals_that_masks_make_impossible(backend):
+def test_marginals_that_contradict_the_mask_raise(backend):
     q, k, v = (draw(2, 2, 8, 4, seed=n) for n in range(3))
 
     def solved(mask, **marginals):
@@ -781,7 +782,7 @@ def test_marginals_that_masks_make_impossible(backend):
     with pytest.raises(ValueError, match=r"8, over the keys that can be read, got 7; 1 keys that no query may read"):
         solved(unread.expand(8, 8), column=torch.ones(8, dtype=F64))
     by_idle = unread.expand(8, 8).clone()
-    by_idle[2, 3] = True  # key 3 is read by query 2 alone, which ships nothing
+    by_idle[2, 3] = True  # key 3 is read by query 2 alone, which sends nothing
     row = torch.ones(8, dtype=F64).index_fill(0, torch.tensor(2), 0.0)
     found = solved(by_idle, row=row).key_mass
     assert (found - torch.where(unread, 1.0, 0.0)).abs().max() < 1e-8
@@ -805,13 +806,13 @@ def test_masks_that_leave_a_plan_do_not_warn(T, dtype):
 
 @by_backend
 def test_column_sums_are_those_of_the_plan(backend):
-    """Unequal rows, shared keys, steps too few to meet the columns."""
+    """With unequal rows, shared keys, and too few steps to meet the columns."""
     q, k, v = draw(2, 4, 6, 3), draw(2, 2, 5, 3, seed=1), draw(2, 2, 5, 2, seed=2)
     row = draw(4, 6, seed=3).exp()
     problem = Transport(marginal=RowsAndColumns(row=row, iterations=3))
-    asked = AuxRequest(column_residual=True, key_mass=True)
+    request = AuxRequest(column_residual=True, key_mass=True)
     with torch.inference_mode():
-        _, aux = regard.attention(q, k, v, problem=problem, enable_gqa=True, backend=backend, return_aux=asked)
+        _, aux = regard.attention(q, k, v, problem=problem, enable_gqa=True, backend=backend, return_aux=request)
     p = regard.solve(q @ k.repeat_interleave(2, 1).mT / math.sqrt(3), problem).weights
     assert (aux.key_mass - p.sum(-2)).abs().max() < 1e-12
     residual = (p.sum(-2) - row.sum(-1, keepdim=True) / 5).abs()
@@ -819,11 +820,11 @@ def test_column_sums_are_those_of_the_plan(backend):
     for Tq, Tk in ((0, 5), (6, 0)):
         empty = (q[:, :, :Tq], k[:, :, :Tk], v[:, :, :Tk])
         few = Transport(marginal=RowsAndColumns(row=row[:, :Tq]))
-        _, aux = regard.attention(*empty, problem=few, enable_gqa=True, backend=backend, return_aux=asked)
+        _, aux = regard.attention(*empty, problem=few, enable_gqa=True, backend=backend, return_aux=request)
         assert aux.column_residual.shape == (2, 4, Tk) and not aux.column_residual.any()
 
 
-def test_statistics_of_columns_are_of_two_sided_plans():
+def test_statistics_of_columns_need_a_two_sided_plan():
     for name in ("column_dual", "column_residual", "iterations"):
         with pytest.raises(ValueError, match=f"return_aux: {name} is defined for RowsAndColumns only"):
             call(return_aux=AuxRequest(**{name: True}))
@@ -831,7 +832,7 @@ def test_statistics_of_columns_are_of_two_sided_plans():
         assert not getattr(AuxRequest.all(), name)
 
 
-def test_what_has_no_meaning_for_it_raises():
+def test_requests_that_have_no_meaning_raise():
     q, problem = draw(1, 2, 5, 4), Transport(marginal=RowsAndColumns())
     for run in (
         lambda: regard.path(draw(3, 4), [1.0], problem),
@@ -845,7 +846,7 @@ def test_what_has_no_meaning_for_it_raises():
             run()
 
 
-def test_a_part_like_the_others():
+def test_copies_repr_and_pytree():
     row = torch.ones(3)
     part = RowsAndColumns(row, relax=0.5)
     assert part == RowsAndColumns(row, relax=0.5) and hash(part) == hash(RowsAndColumns(row, relax=0.5))
@@ -893,7 +894,7 @@ def test_memory_is_linear():
 # --- Hugging Face -----------------------------------------------------------------------------------------------------
 
 
-def test_models_that_read_both_ways():
+def test_bidirectional_models():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -906,7 +907,7 @@ def test_models_that_read_both_ways():
     with torch.no_grad():
         padded = model(ids, attention_mask=mask).last_hidden_state
         alone = model(ids[1:, :5]).last_hidden_state
-        assert (padded[1, :5] - alone[0]).abs().max() < 1e-5  # padding neither gives nor takes
+        assert (padded[1, :5] - alone[0]).abs().max() < 1e-5  # padding neither sends nor receives mass
     seen = regard.inspect(
         model, {"input_ids": ids, "attention_mask": mask}, statistics=["entropy", "key_mass", "value"]
     )

@@ -1,4 +1,5 @@
-"""Two-sided plans converge wherever one exists: random problems judged by linear programming, the solver's parts."""
+"""The solver finds a two-sided plan wherever one exists. Linear programming decides that for random problems. The
+solver's parts have tests of their own."""
 
 import math
 import re
@@ -38,8 +39,8 @@ def test_random_problems_converge_or_have_no_plan(temperature, backend):
         assert not verdict.failure, (seed, verdict)
 
 
-# Problems that stopped at a wrong plan while rungs of the ladder were left early, or while Newton's steps had a fixed
-# length: mass has to move between groups of queries and keys that exchange nothing at the start.
+# Earlier versions of the solver stopped at a wrong plan here, because they left rungs of the ladder early or took
+# Newton steps of a fixed length. Mass must move between groups of queries and keys that exchange nothing at the start.
 @by_backend
 @pytest.mark.parametrize(("seed", "temperature"), [(6, 1e-2), (11, 3e-3), (46, 3e-3), (20, 1e-3), (35, 1e-3)])
 def test_hard_problems(seed, temperature, backend):
@@ -51,7 +52,7 @@ def test_hard_problems(seed, temperature, backend):
 @pytest.mark.parametrize("relax", [0.01, 1.0, 100.0])
 @pytest.mark.parametrize("temperature", [1e-1, 1e-3])
 def test_relaxed_problems(temperature, relax, backend):
-    """A relaxed problem always has a plan: at small temperatures, too, and it is certified."""
+    """A relaxed problem always has a plan, also at small temperatures. The plan is certified."""
     for seed in range(0, 12, 3):
         given = convergence.problem(seed)
         problem = Transport(
@@ -62,8 +63,8 @@ def test_relaxed_problems(temperature, relax, backend):
         assert regard.solve(given.scores, problem).certificate().holds(1e-7)
 
 
-def test_the_judge_sees_wrong_plans(monkeypatch):
-    """Prices that are off by little, a plan claimed where there is none, and a missing proof are failures."""
+def test_the_judge_reports_wrong_plans(monkeypatch):
+    """Slightly wrong prices, a plan where none exists, and a missing proof are failures."""
     given = convergence.problem(0)
     right = regard.attention
 
@@ -78,7 +79,7 @@ def test_the_judge_sees_wrong_plans(monkeypatch):
     monkeypatch.setattr(regard, "attention", right)
     seed = next(s for s in range(4, 400, 6) if convergence.linear_program(convergence.problem(s)) is None)
     assert convergence.judge(convergence.problem(seed), 1e-1, "torch").proof
-    monkeypatch.setattr(feasibility.Infeasibility, "_look_along", lambda *_: None)
+    monkeypatch.setattr(feasibility.Infeasibility, "_test_order", lambda *_: None)
     assert convergence.judge(convergence.problem(seed), 1e-1, "torch").failure == "no plan, and no proof"
 
 
@@ -86,18 +87,18 @@ def test_the_judge_sees_wrong_plans(monkeypatch):
 
 
 def test_the_reported_share_is_the_mass_in_a_wrong_column():
-    """Mass that one column has too much is missing in another: it counts once."""
+    """Mass that one column has in excess is missing in another. It counts once."""
     q, k = draw(1, 2, 9, 4), draw(1, 2, 7, 4, seed=1)
     problem = Transport(marginal=RowsAndColumns(max_iterations=2), temperature=0.3)
     with pytest.warns(UserWarning, match="in a wrong column") as raised:
         _, aux = regard.attention(q, k, k, problem=problem, return_aux=AuxRequest(key_mass=True))
-    [told] = re.findall(r"iterations (\S+) of the mass", str(raised[0].message))
+    [reported] = re.findall(r"iterations (\S+) of the mass", str(raised[0].message))
     too_much = (aux.key_mass - 9 / 7).clamp(min=0).sum(-1) / 9
-    assert math.isclose(float(told), float(too_much.max()), rel_tol=5e-3)
+    assert math.isclose(float(reported), float(too_much.max()), rel_tol=5e-3)
 
 
 def test_iterations_stay_within_the_limit():
-    """The warmer problems on the way count, too."""
+    """The iterations at higher temperatures on the ladder count, too."""
     q, k = draw(1, 1, 24, 4), draw(1, 1, 24, 4, seed=1)
     for limit in (1, 2, 5, 40):
         problem = Transport(marginal=RowsAndColumns(max_iterations=limit), temperature=1e-3)
@@ -109,25 +110,25 @@ def test_iterations_stay_within_the_limit():
 
 @by_backend
 def test_each_head_has_iterations_of_its_own(backend):
-    """A head that cannot be solved takes none from its neighbours, and only it is reported."""
+    """A head that cannot be solved uses no iterations of other heads, and only this head is reported."""
     q, k = draw(1, 3, 16, 4), draw(1, 3, 16, 4, seed=1)
     problem = Transport(marginal=RowsAndColumns(max_iterations=600), temperature=1e-2)
-    asked = AuxRequest(iterations=True, column_residual=True)
-    _, alone = regard.attention(q, k, k, problem=problem, backend=backend, return_aux=asked)
+    request = AuxRequest(iterations=True, column_residual=True)
+    _, alone = regard.attention(q, k, k, problem=problem, backend=backend, return_aux=request)
     mask = torch.ones(3, 16, 16, dtype=torch.bool)
     mask[1, :2, 1:] = False  # two queries for one key
     with pytest.warns(UserWarning, match="in 1 of 3 heads: there is no plan: in head 1 of batch 0"):
-        _, aux = regard.attention(q, k, k, mask, problem=problem, backend=backend, return_aux=asked)
+        _, aux = regard.attention(q, k, k, mask, problem=problem, backend=backend, return_aux=request)
     assert bool((aux.column_residual[0, [0, 2]].sum(-1) / 2 / 16 <= 1e-6).all())
     q[0, 1, 3, 0] = math.nan
-    enough = int(alone.iterations[0, [0, 2]].max()) + newton.TRIES + 3  # a step of Newton's is not begun without these
+    enough = int(alone.iterations[0, [0, 2]].max()) + newton.TRIES + 3  # a Newton step needs this many iterations
     problem = Transport(marginal=RowsAndColumns(max_iterations=enough), temperature=1e-2)
     with pytest.warns(UserWarning, match="in 1 of 3 heads: .* NaN or inf"):
-        _, aux = regard.attention(q, k, k, problem=problem, backend=backend, return_aux=asked)
+        _, aux = regard.attention(q, k, k, problem=problem, backend=backend, return_aux=request)
     assert torch.equal(aux.iterations[0, [0, 2]], alone.iterations[0, [0, 2]])
 
 
-def test_a_proof_is_not_the_reason_of_other_heads():
+def test_a_proof_is_not_reported_for_other_heads():
     q, k = draw(1, 2, 16, 4), draw(1, 2, 16, 4, seed=1)
     mask = torch.ones(2, 16, 16, dtype=torch.bool)
     mask[0, :2, 1:] = False
@@ -139,7 +140,7 @@ def test_a_proof_is_not_the_reason_of_other_heads():
 
 
 @by_backend
-def test_invalid_numbers_stay_visible(backend):
+def test_nan_and_inf_propagate(backend):
     q, k = draw(1, 1, 5, 4), draw(1, 1, 5, 4, seed=1)
     q[0, 0, 2, 1] = math.nan
     bias = torch.zeros(5, 5, dtype=F64)
@@ -176,7 +177,7 @@ def stage(backend, temperature=0.5, relax=None, group=1, **more):
 @pytest.mark.parametrize("relax", [None, 0.7])
 @pytest.mark.parametrize("group", [1, 2])
 def test_laplacian_is_the_second_derivative_of_the_dual(backend, relax, group):
-    """Product and diagonal against a stored Hessian of the dual, which autograd differentiates twice."""
+    """Product and diagonal against the Hessian of the dual, which autograd computes in full."""
     tau = 0.5
     passes, scores = stage(backend, tau, relax, group)
     a, b = passes.marginals.row, passes.marginals.column
@@ -213,14 +214,14 @@ def test_newton_alone_solves_a_problem(backend, temperature):
     found = newton.newton(passes, gamma, 1e-10, limit, done, feasibility.Infeasibility(passes))
     assert bool(found.arrived.all()) and float(found.state.share.max()) <= 1e-10
     assert bool((passes.at(found.state.gamma).share <= 2e-10).all())
-    # A head that is done is left alone.
+    # A head that is done does not change.
     one = torch.tensor([[True, False]])
     found = newton.newton(passes, gamma, 1e-10, limit, one, feasibility.Infeasibility(passes))
     assert not found.state.gamma[0, 0].any() and int(found.iterations[0, 0]) == 0 and bool(found.arrived[0, 1])
 
 
 @by_backend
-def test_the_iteration_gives_up_early_where_it_hardly_moves(backend):
+def test_the_iteration_stops_early_where_it_is_too_slow(backend):
     passes, _ = stage(backend, 1e-4)
     gamma = torch.zeros(1, 2, 5, dtype=F64)
     limit = torch.full((1, 2), 10_000)

@@ -62,7 +62,7 @@ def expected_statistics(built) -> dict[str, torch.Tensor]:
 
 
 def expected_value(problem, t, p, log_prior, admissible, b, sink):
-    """Section 2: <p, s> - tau D, with KL rows' constant dropped."""
+    """Section 2: <p, s> - tau D, without the constant of KL rows."""
     f, _ = f_and_link(problem.regularizer)
     tau, marginal = t.tau.squeeze(-1), problem.marginal
     prior = torch.where(admissible, log_prior.exp(), 0.0)
@@ -104,7 +104,7 @@ def test_statistics(case, backend, dtype):
     assert all(getattr(aux, name) is None for name in ROW_STATISTICS if name not in expected)
 
 
-def test_what_is_not_asked_for_is_none():
+def test_statistics_not_requested_are_none():
     q = torch.randn(1, 2, 3, 4)
     _, aux = regard.attention(q, q, q, return_aux=AuxRequest())
     assert all(getattr(aux, name) is None for name in ROW_STATISTICS)

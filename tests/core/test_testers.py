@@ -1,4 +1,4 @@
-"""The testers tested: break the library on purpose, and the tests that should notice must fail."""
+"""Tests of the tests: a defect is put into the library, and the tests that cover it must fail."""
 
 import pytest
 import test_attention
@@ -17,7 +17,7 @@ ENTMAX = next(c for c in CASES if c.name == "entmax 1.5")
 SOFTMAX = next(c for c in CASES if c.name == "bias per key")
 
 
-def test_the_comparison_sees_one_wrong_entry():
+def test_the_comparison_detects_one_wrong_entry():
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         exact = torch.randn(4, 5, dtype=torch.float64)
         assert_close(exact.to(dtype), exact, dtype)
@@ -33,10 +33,10 @@ def test_the_comparison_sees_one_wrong_entry():
 
 
 def test_a_wrong_solver_is_caught(monkeypatch):
-    """A search that stops early."""
+    """The defect: the search stops early."""
     search = row_equation._search
     monkeypatch.setattr(row_equation, "_search", lambda *a: search(*a) + 1e-2)
-    # One Newton step repairs a small error of the search: that is its purpose. Take it away, too.
+    # The Newton step after the search would correct its small error. It is removed, too.
     monkeypatch.setattr(row_equation.RowEquation, "sides", spoil_sides(row_equation.RowEquation.sides))
     with pytest.raises(AssertionError):
         test_attention.test_output(ENTMAX, "torch", torch.float64)
@@ -52,7 +52,7 @@ def spoil_sides(sides):
 
 @pytest.mark.parametrize("case", [SOFTMAX, ENTMAX], ids=lambda c: c.name)
 def test_a_wrong_gradient_is_caught(monkeypatch, case):
-    """Without the derivative of the dual there is no baseline: REINFORCE instead of an advantage."""
+    """The defect: without the derivative of the dual the gradient has no baseline."""
     solve_rows = row_equation.solve_rows
     monkeypatch.setattr(reference, "solve_rows", lambda form, scores, mu=None, order=1: solve_rows(form, scores, mu, 0))
     with pytest.raises(Exception, match=r"Jacobian|backward not|gradcheck"):
@@ -64,7 +64,7 @@ def test_a_slightly_wrong_gradient_is_caught(monkeypatch):
 
     def spoiled(form, needed, outputs, grads):
         found = backward(form, needed, outputs, grads)
-        if form.dtype == torch.float32:  # the float64 truth stays
+        if form.dtype == torch.float32:  # the float64 reference stays correct
             found["key"] = found["key"] * (1 + 1e-4)
         return found
 
@@ -74,7 +74,7 @@ def test_a_slightly_wrong_gradient_is_caught(monkeypatch):
 
 
 def test_a_wrong_certificate_is_caught(monkeypatch):
-    """A certificate that measures the wrong dual no longer closes the gap of the right plan."""
+    """With a wrong dual, the certificate of the right plan has a gap."""
     dual_value = rows.dual_value
     monkeypatch.setattr(rows, "dual_value", lambda best: dual_value(best) + 1e-3)
     with pytest.raises(AssertionError):
@@ -93,7 +93,8 @@ def test_a_wrong_statistic_is_caught(monkeypatch, name):
 
 
 def test_the_cases_are_not_trivial():
-    """Every case's output differs from plain softmax or its gradients do: none tests the default by accident."""
+    """The output or the gradients of every case differ from plain softmax, so that no case tests the default by
+    accident."""
     plain = {"softmax", "gqa", "odd sizes", "one query", "one key"}
     for case in CASES:
         if case.name in plain:

@@ -1,4 +1,5 @@
-"""PyTorch citizenship: compile, export, opcheck, autocast, torch.func, forward mode, double backward."""
+"""The features of PyTorch that attention works with: compile, export, opcheck, autocast, torch.func, forward mode,
+double backward."""
 
 import functools
 
@@ -107,7 +108,7 @@ def test_compile_own_regularizer():
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*gradients, strict=True))
 
 
-def test_compile_dropout_draws_anew():
+def test_compile_dropout_draws_a_new_mask():
     q = torch.randn(2, 4, 16, 8)
     compiled = torch.compile(functools.partial(regard.attention, dropout_p=0.5), fullgraph=True)
     assert not torch.equal(compiled(q, q, q), compiled(q, q, q))
@@ -169,7 +170,8 @@ def test_double_backward_and_forward_mode(case):
 @pytest.mark.parametrize("backend", ["native", "sdpa", "torch", "auto"])
 @pytest.mark.parametrize("name", ["softmax", "temperature per head", "bias, dense", *NAMES, "learned alpha per head"])
 def test_forward_mode_on_every_backend(name, backend):
-    """<g, J t> = <J^T g, t> over every tensor of the problem, for output, entropy and lse; the output is its own."""
+    """<g, J t> = <J^T g, t> over every tensor of the problem, for output, entropy and lse. The output is the
+    backend's."""
     from support.cases import substitute
 
     case = next(c for c in CASES if c.name == name)
@@ -251,7 +253,7 @@ def test_orders_and_modes_nest(backend):
 
 
 def compare_batched(results, leaves, samples=3, dtype=torch.float64):
-    """One backward pass for a batch of gradients gives what one pass per sample gives; the batch is returned."""
+    """Compare one backward pass for a batch of gradients with one pass per sample, and return the batch."""
     incoming = [torch.randn(samples, *r.shape, dtype=torch.float64).to(r.dtype) for r in results]
     how = {"retain_graph": True, "allow_unused": True}
     got = torch.autograd.grad(results, leaves, incoming, is_grads_batched=True, **how)
@@ -281,12 +283,12 @@ def test_batched_gradients(case, backend):
     results = [found] if request is None else [t for t in (found[0], found[1].entropy, found[1].lse) if t is not None]
     results = [r for r in results if r.requires_grad]
     assert any(g is not None and g.abs().max() > 1e-3 for g in compare_batched(results, list(built.leaves.values())))
-    if request is not None:  # one output alone: the others' gradients are missing
+    if request is not None:  # one output alone, without gradients of the others
         compare_batched(results[1:2], list(built.leaves.values()))
 
 
 @pytest.mark.parametrize("backend", ["native", "sdpa", "torch"])
-def test_vectorized_jacobian_is_pytorchs(backend):
+def test_vectorized_jacobian_equals_pytorch(backend):
     if backend == "native":
         pytest.importorskip("regard._native", reason="the native engine was not built")
     inputs = tuple(torch.randn(1, 2, 4, 8, dtype=torch.float64) for _ in range(3))
@@ -342,7 +344,7 @@ def test_batched_gradients_of_second_order(backend):
 
 @pytest.mark.parametrize("together", [batched._TOGETHER, 1], ids=["together", "one by one"])
 def test_batched_gradients_stay_on_the_backend(together, monkeypatch):
-    """The engine computes all samples in one pass, or as many as memory is allowed for."""
+    """The engine computes all samples in one pass, or as many as the memory limit allows."""
     pytest.importorskip("regard._native", reason="the native engine was not built")
     passes = []
     backward = BACKENDS["native"].backward
@@ -400,7 +402,7 @@ def test_batched_gradients_under_checkpointing():
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_mixed_second_derivative(backend):
-    """The query's gradient depends on the key, too, whichever transform asks."""
+    """The gradient of the query depends on the key, too, under every transform."""
     q, k, v = (torch.randn(1, 2, 4, 3, dtype=torch.float64) for _ in range(3))
 
     def loss(a, b):
@@ -421,8 +423,8 @@ def test_a_pullback_outlives_its_transform(backend):
     assert torch.allclose(found, torch.func.grad(lambda a: regard.attention(a, k, v, backend=backend).sum())(q))
 
 
-def test_a_temperature_under_grad_and_jvp_is_no_zero():
-    """Its values are seen through those transforms, so that the native engine serves it."""
+def test_a_temperature_under_grad_and_jvp_is_known_to_be_positive():
+    """Its values can be read under these transforms, so the native engine serves the call."""
     pytest.importorskip("regard._native", reason="the native engine was not built")
     q, k, v = (torch.randn(1, 2, 4, 3, dtype=torch.float64) for _ in range(3))
     tau = torch.tensor(0.7, dtype=torch.float64)
@@ -540,7 +542,7 @@ def test_autocast(problem):
     assert out.dtype == torch.bfloat16 and aux.entropy.dtype == torch.float32 and wide.dtype == torch.float64
     (out.float().sum() + aux.entropy.sum()).backward()
     assert q.grad.dtype == torch.float32
-    # Inside, nothing is computed in bfloat16: only the inputs were rounded.
+    # Only the inputs are rounded to bfloat16; the computation is in float32.
     rounded = [t.detach().bfloat16().double() for t in (q, k, v)]
     exact, exact_aux = regard.attention(*rounded, problem=problem, return_aux=AuxRequest(entropy=True))
     assert (aux.entropy - exact_aux.entropy).abs().max() < 1e-5
@@ -548,7 +550,7 @@ def test_autocast(problem):
 
 
 def test_saved_tensors_are_released():
-    """A context must not hold the inputs twice: the graph's memory goes when the output goes."""
+    """A context must not hold the inputs twice. The memory of the graph is released with the output."""
     import gc
     import weakref
 
@@ -593,7 +595,7 @@ def test_vmap_over_a_problem_and_out_of_an_aux():
 
 
 def test_transforms_of_statistics_are_right():
-    """Statistics without a promised gradient: under a transform nobody could tell, so they have one."""
+    """Statistics that have no gradient in eager mode have one under a transform, where a zero would not be noticed."""
     q, k, v, tangent = (torch.randn(1, 2, 5, 4, dtype=torch.float64) for _ in range(4))
 
     def kl(a):
@@ -607,7 +609,9 @@ def test_transforms_of_statistics_are_right():
     def output(a):
         return regard.attention(a, k, v, return_aux=AuxRequest(kl=True))[0]
 
-    assert torch.equal(torch.func.jvp(output, (q,), (tangent,))[0], regard.attention(q, k, v))  # auto's own
+    assert torch.equal(
+        torch.func.jvp(output, (q,), (tangent,))[0], regard.attention(q, k, v)
+    )  # the backend that auto chooses
 
 
 def test_compile_with_other_numbers():
@@ -636,10 +640,10 @@ def test_export_returning_an_aux():
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_softmax_has_a_second_derivative(backend):
-    """Whatever auto takes (stock PyTorch, where the native engine is missing, has none)."""
+    """On every backend that auto chooses. (PyTorch's own function, chosen without the native engine, has none.)"""
     inputs = [torch.randn(1, 2, 4, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     if regard.select_backend(*inputs, is_causal=True, backend=backend).backend == "sdpa":
-        pytest.skip("served by stock PyTorch here")
+        pytest.skip("PyTorch's own function serves this call")
     function = functools.partial(regard.attention, is_causal=True, backend=backend)
     assert torch.autograd.gradgradcheck(function, inputs)
 
@@ -666,5 +670,5 @@ def test_tracing_sees_an_operator_and_fake_tensors_are_never_read(backend):
     for how in ("real", "fake", "symbolic"):
         graph = make_fx(both, tracing_mode=how)(q, k, v)
         assert any("regard" in str(node.target) for node in graph.graph.nodes)
-        for found, expected in zip(graph(other, k, v), both(other, k, v), strict=True):  # not a constant of the tracing
+        for found, expected in zip(graph(other, k, v), both(other, k, v), strict=True):  # not fixed to the traced value
             assert torch.equal(found, expected)

@@ -30,7 +30,7 @@ def run(backend: str, form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
         return run_compiled(backend, form, names)
     transformed, ahead = transforms_active(), forward_mode()
     if dispatch_modes_active():
-        # A mode records or replaces every operator (fake tensors, make_fx). It must see our operator, or the plain
+        # A mode records or replaces every operator (fake tensors, make_fx). It must see regard's operator, or the plain
         # operations of the reference: an engine reads memory, which fake tensors do not have.
         if not (ahead or transformed):
             return run_compiled(backend, form, names)

@@ -1,7 +1,7 @@
 """Batches of gradients: `torch.autograd.grad(..., is_grads_batched=True)`, `jacobian(..., vectorize=True)`, gradcheck.
 
-There PyTorch gives a backward pass its older kind of batched tensor, which has neither memory nor rules for most views.
-These functions give the pass plain tensors.
+In these calls PyTorch passes its older kind of batched tensor to backward, which has neither memory nor rules for most
+views. The functions of this file convert the batch to plain tensors.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .._compat import (
     tree_unflatten,
 )
 
-_TOGETHER = 2**24  # numbers that the samples computed together may store
+_TOGETHER = 2**24  # how many numbers the samples that are computed together may store
 
 
 def per_sample(pull: Callable[..., Any], grads: tuple[Tensor, ...], size: int) -> Any:
-    """`pull(*grads)`; if the gradients are a batch, for each sample, by `torch.func.vmap`. A sample stores about `size`
-    numbers, which bounds how many samples are computed together."""
+    """Call `pull(*grads)`. If the gradients are a batch, call it for each sample by `torch.func.vmap`. A sample stores
+    about `size` numbers, which bounds how many samples are computed together."""
     if not any(map(is_legacy_batchedtensor, grads)):
         return pull(*grads)
     plain, dims, level = _unbatched(grads)
@@ -37,7 +37,7 @@ def per_sample(pull: Callable[..., Any], grads: tuple[Tensor, ...], size: int) -
 
 
 def one_by_one(pull: Callable[..., Any], grads: tuple[Tensor, ...]) -> Any:
-    """The same by a loop over the samples, for functions that `torch.func.vmap` cannot follow."""
+    """The same by a loop over the samples, for functions that `torch.func.vmap` cannot transform."""
     if not any(map(is_legacy_batchedtensor, grads)):
         return pull(*grads)
     plain, dims, level = _unbatched(grads)
@@ -48,7 +48,8 @@ def one_by_one(pull: Callable[..., Any], grads: tuple[Tensor, ...]) -> Any:
 
 
 def _unbatched(grads: tuple[Tensor, ...]) -> tuple[list[Tensor], tuple[int | None, ...], int]:
-    """The tensors with the batch as an ordinary first dimension, where it is (None: not batched), and its level."""
+    """The tensors with the batch as an ordinary first dimension, its place in each (None: not batched), and its
+    level."""
     level = legacy_vmap_level()
     dims = tuple(0 if is_legacy_batchedtensor(grad) else None for grad in grads)
     plain = [g if dim is None else remove_legacy_batch(g, level) for g, dim in zip(grads, dims, strict=True)]
@@ -58,7 +59,7 @@ def _unbatched(grads: tuple[Tensor, ...]) -> tuple[list[Tensor], tuple[int | Non
 
 
 def batch_by_loop(operator: Any) -> None:
-    """Let the backward operator of compiled calls take batches of gradients (`is_grads_batched`)."""
+    """Register a rule by which the backward operator of compiled calls takes batched gradients (`is_grads_batched`)."""
 
     def batched(*arguments: Any) -> Any:
         flat, tree = tree_flatten(arguments)

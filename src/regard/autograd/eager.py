@@ -1,7 +1,7 @@
 """The autograd Function of eager mode, which also serves torch.func.grad, jvp, vmap and double backward.
 
-In forward mode the output is the chosen backend's. Its tangent comes from the reference backend, block by block, and
-keeps nothing for later: O(T) memory.
+In forward mode the chosen backend computes the output, and the reference backend computes its tangent, block by block.
+Nothing is kept for later, so memory is O(T).
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        """`grads` belong to the first outputs; the others were only saved."""
-        saved = ctx.saved_tensors  # read once: checkpointing returns each tensor one time
+        """`grads` are those of the first outputs. The other outputs were saved for this pass only."""
+        saved = ctx.saved_tensors  # read once: under checkpointing a second read fails
         needed = tuple(s for s, need in zip(ctx.slots, ctx.needs_input_grad[4:], strict=True) if need)
         incoming = {
             name: g for name, g in zip(ctx.names, grads, strict=False) if g is not None and name in DIFFERENTIABLE
@@ -101,7 +101,7 @@ class Attend(torch.autograd.Function):
 
 
 class AttendPlainly(torch.autograd.Function):
-    """`Attend` where no transform is active, in fewer steps: what backward needs is saved without being an output.
+    """`Attend` where no transform is active, in fewer steps: backward's tensors are saved and are no outputs.
 
     apply(form without tensors, slots, names, backend, *tensors) -> one output per name.
     """
@@ -126,11 +126,13 @@ _apply_plainly = fast_apply(AttendPlainly)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Pullback:
+    """What a backward pass needs besides tensors."""
+
     form: Form
     slots: tuple[str, ...]  # of the tensors
     names: tuple[str, ...]  # of the outputs
-    incoming: tuple[str, ...]  # of the gradients given
-    needed: tuple[str, ...]  # slots whose gradient is wanted
+    incoming: tuple[str, ...]  # of the incoming gradients
+    needed: tuple[str, ...]  # slots whose gradient is needed
     backend: str
 
     def split(self, tensors: tuple[Tensor, ...]) -> tuple[dict, dict, dict]:
@@ -168,11 +170,12 @@ class AttendBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        """The second derivative, through the definition (it keeps the whole plan: memory is promised for one order)."""
+        """The second derivative, through the definition. It stores the whole plan: memory is linear in the first order
+        only."""
         plan: _Pullback = ctx.plan
         slots, outputs, incoming = plan.split(ctx.saved_tensors)
 
-        # Not only the slots whose gradient was taken: each gradient depends on all of them.
+        # All slots, not only those whose gradient was taken: each gradient depends on all slots.
         needs = dict(zip(plan.slots, ctx.needs_input_grad[1:], strict=False))
         varied = tuple(slot for slot in plan.slots if needs[slot])
 
@@ -188,7 +191,8 @@ class AttendBackward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple:  # type: ignore[override]
-        """The gradients' tangents, likewise. (Those of the saved outputs follow from the slots'.)"""
+        """The tangents of the gradients, through the definition. (Tangents of saved outputs follow from those of
+        slots.)"""
         plan: _Pullback = ctx.plan
         with forward_mode_enabled():
             duals = _with_tangents(ctx.saved_tensors, tangents[1:])
@@ -229,7 +233,7 @@ def _first_order(plan: _Pullback, slots: dict[str, Tensor], incoming: tuple) -> 
 
 
 def _with_tangents(primals: tuple[Tensor, ...], tangents: tuple) -> tuple[Tensor, ...]:
-    """Dual tensors; one without a tangent as it is."""
+    """Dual tensors. A tensor without a tangent is returned unchanged."""
     return tuple(
         primal if tangent is None else forward_ad.make_dual(forward_ad.unpack_dual(primal).primal, tangent)
         for primal, tangent in zip(primals, tangents, strict=True)
@@ -256,7 +260,7 @@ def _tangent(dual: Tensor) -> Tensor:
 
 
 def _logical_batch(slots: tuple, dims: tuple, tensors: tuple) -> int:
-    """B as one sample sees it."""
+    """The batch size B of one sample."""
     i = slots.index("query")
     shape = list(tensors[i].shape)
     if dims[i] is not None:
@@ -268,7 +272,8 @@ _PER_SAMPLE = ("query", "key", "value")  # never broadcast over the batch
 
 
 def _fold(tensor: Tensor, dim: int | None, V: int, B: int, expand: bool) -> Tensor:
-    """Fold vmap's dimension into the batch: [V, B, ...] -> [V * B, ...]; what samples share may stay broadcast."""
+    """Fold vmap's dimension into the batch: [V, B, ...] -> [V * B, ...]. A tensor that the samples share may stay
+    broadcast."""
     if dim is None:
         if tensor.shape[0] == 1 and not expand:
             return tensor
@@ -279,10 +284,10 @@ def _fold(tensor: Tensor, dim: int | None, V: int, B: int, expand: bool) -> Tens
 
 
 def apply(backend: str, form: Form, names: tuple[str, ...]) -> tuple[Tensor, ...]:
-    """The outputs by the Function. Its further outputs, if any, are what backward needs."""
+    """The outputs of the Function. Any outputs after those in `names` are saved for backward."""
     tensors = form.tensors()
     if transforms_active() or forward_mode():
         return Attend.apply(form, tuple(tensors), with_saved(backend, form, names), backend, *tensors.values())  # type: ignore[return-value]
-    alive = map(unwrap_if_dead, tensors.values())  # tensors that left a transform are wrapped
+    alive = map(unwrap_if_dead, tensors.values())  # tensors may keep the wrapper of a transform that has ended
     bare = form.with_tensors(dict.fromkeys(tensors))  # type: ignore[arg-type]
     return _apply_plainly(bare, tuple(tensors), names, backend, *alive)

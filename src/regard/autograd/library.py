@@ -23,7 +23,7 @@ _TYPES = {
     "Tensor | None": "Tensor? {0}",
     "list[Tensor]": "Tensor[] {0}",
     "Scalar": "float {0}, Tensor? {0}_tensor",
-    "list[Scalar]": "float[] {0}, Tensor[] {0}_tensors",  # NaN among the numbers stands for the next tensor
+    "list[Scalar]": "float[] {0}, Tensor[] {0}_tensors",  # NaN in the list of numbers marks the place of a tensor
     "float": "float {0}",
     "float | None": "float? {0}",
     "int": "SymInt {0}",
@@ -68,9 +68,9 @@ def from_arguments(arguments: tuple) -> Form:
 
 @torch.library.custom_op("regard::attend", mutates_args=(), schema=f"(str backend, str names, {SCHEMA}) -> Tensor[]")
 def attend_op(backend: str, names: str, *arguments: Any) -> list[Tensor]:
-    wanted = tuple(names.split(","))
-    results = BACKENDS[backend].forward(from_arguments(arguments), wanted)
-    return [results[name] for name in wanted]
+    outputs = tuple(names.split(","))
+    results = BACKENDS[backend].forward(from_arguments(arguments), outputs)
+    return [results[name] for name in outputs]
 
 
 @attend_op.register_fake
@@ -90,12 +90,12 @@ def _(backend: str, names: str, *arguments: Any) -> list[Tensor]:
 def attend_backward_op(
     backend: str, names: str, incoming: str, needed: str, outputs: list[Tensor], grads: list[Tensor], *arguments: Any
 ) -> list[Tensor]:
-    wanted = tuple(needed.split(","))
+    slots = tuple(needed.split(","))
     by_name = dict(zip(names.split(","), outputs, strict=True))
     by_grad = dict(zip(incoming.split(","), grads, strict=True))
     with autograd_inside():
-        found = BACKENDS[backend].backward(from_arguments(arguments), wanted, by_name, by_grad)
-    return [found[slot] for slot in wanted]
+        found = BACKENDS[backend].backward(from_arguments(arguments), slots, by_name, by_grad)
+    return [found[slot] for slot in slots]
 
 
 @attend_backward_op.register_fake

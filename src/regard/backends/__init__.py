@@ -19,15 +19,15 @@ BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Native(), 
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend that serves a call, and why each one before it was passed over."""
+    """The backend that serves a call, and why each backend before it was not chosen."""
 
     backend: str
     reasons: dict[str, str] = field(default_factory=dict)
 
 
 def choose(form: Form, names: tuple[str, ...], backend: str = "auto") -> tuple[str, dict[str, str]]:
-    """The backend for a problem of rows and these outputs, and why each one before it was passed over. A backend that
-    is given by name must be able to serve them."""
+    """The backend for a problem of rows and these outputs, and why each backend before it was not chosen. Raises if a
+    backend is named that cannot serve them."""
     if backend != "auto":
         if backend not in BACKENDS:
             known = ", ".join(f'"{name}"' for name in ("auto", *BACKENDS))

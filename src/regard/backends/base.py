@@ -15,7 +15,7 @@ from torch import Tensor
 from ..form import Form
 from ..statistics import DIFFERENTIABLE, STATISTICS
 
-READOUT = "readout"  # asked for in `names`: `topk`, `weights_at` and `block_sums` will be called
+READOUT = "readout"  # listed in `names` if `topk`, `weights_at` or `block_sums` will be called
 
 
 class Backend(ABC):
@@ -26,7 +26,7 @@ class Backend(ABC):
     # The outputs that `backward` can start from.
     differentiable: ClassVar[tuple[str, ...]] = DIFFERENTIABLE
 
-    # Whether log pi is added to s/tau in the compute dtype: then float32 has no digits left for the prior of cold rows.
+    # Whether log pi is added to s/tau in the compute dtype. In float32, rows at low temperatures then lose their prior.
     rounds_cold_priors: ClassVar[bool] = False
 
     # Whether `attend` runs under PyTorch's own autograd, which is then used in place of `backward`.
@@ -36,14 +36,14 @@ class Backend(ABC):
     def unsupported(self, form: Form, names: tuple[str, ...]) -> str | None:
         """Why this backend cannot serve the problem or one of the outputs, or None.
 
-        No other code decides this: "auto", the errors, docs/support.md and the tests' skips ask this method."""
+        No other code decides this: "auto", the errors, docs/support.md and the skips of the tests call this method."""
 
     def unwise(self, form: Form) -> str | None:
-        """Why "auto" passes over this backend although it could serve the problem, or None."""
+        """Why "auto" does not choose this backend although it could serve the problem, or None."""
         return None
 
     def saved(self, form: Form, names: tuple[str, ...]) -> tuple[str, ...]:
-        """The outputs that `backward` needs besides `names`. `forward` is asked for them if a gradient may follow."""
+        """The outputs that `backward` needs besides `names`. `forward` computes them, too, if a gradient may follow."""
         return ()
 
     def saved_shapes(self, form: Form) -> dict[str, tuple[int, ...]]:
@@ -60,7 +60,7 @@ class Backend(ABC):
     ) -> dict[str, Tensor]:
         """The gradients of the `needed` slots of `form.tensors()`, each in the dtype of its slot.
 
-        `outputs` are forward's (with what `saved` named), `grads` the gradients of some of them."""
+        `outputs` are those of `forward` (including `saved`), `grads` the gradients of some of them."""
 
     def attend(self, form: Form) -> Tensor:
         """The output, recorded by PyTorch's own autograd (only if `has_own_autograd`)."""

@@ -1,5 +1,5 @@
-"""The reference backend as plain operations, for derivatives that no kernel has: transforms, forward mode, and second
-derivatives."""
+"""The reference backend as plain operations. It serves the derivatives that no kernel computes: transforms, forward
+mode, and second derivatives."""
 
 from __future__ import annotations
 

@@ -173,13 +173,13 @@ class Reference(Backend):
 def blocks(form: Form) -> Iterator[tuple[slice, slice, slice, slice]]:
     """Blocks of about BLOCK weights: whole batches and heads while they fit, then ranges of queries.
 
-    Yielded with queries innermost, then heads, then batch; keys are those the band lets the queries reach.
+    Yielded with queries innermost, then heads, then batch; keys are those inside the band of the queries.
     """
     B, H, Tq, Tk = form.shape
-    rows_wanted = min(Tq, 64)  # with fewer rows per block all keys would be read too often
+    least_rows = min(Tq, 64)  # with fewer rows per block all keys would be read too often
     group, room = max(1, form.group), BLOCK // max(1, Tk)
-    heads = min(H, max(1, room // max(1, rows_wanted * group)) * group)
-    batch = max(1, room // max(1, rows_wanted * H)) if heads == H else 1
+    heads = min(H, max(1, room // max(1, least_rows * group)) * group)
+    batch = max(1, room // max(1, least_rows * H)) if heads == H else 1
     queries = max(1, room // max(1, heads * min(B, batch)))
     for b in range(0, B, batch):
         for h in range(0, H, max(1, heads)):
@@ -190,7 +190,7 @@ def blocks(form: Form) -> Iterator[tuple[slice, slice, slice, slice]]:
 
 
 def _rounded(keys: slice, Tk: int) -> slice:
-    """The range, extended to one of few lengths: buffers of many different sizes would fragment the allocator."""
+    """The range, extended to one of a few lengths, because buffers of many sizes would fragment the allocator."""
     length = keys.stop - keys.start
     grid = max(64, 2 ** (length.bit_length() - 3))
     start = max(0, min(keys.start, Tk - -(-length // grid) * grid))
@@ -198,7 +198,7 @@ def _rounded(keys: slice, Tk: int) -> slice:
 
 
 def _weight_blocks(form: Form, at_least: int = 0) -> Iterator[tuple[slice, slice, slice, slice, Tensor]]:
-    """The plan block by block, each over at least so many keys."""
+    """The plan block by block, each over `at_least` keys or more."""
     Tk = form.shape[3]
     with torch.no_grad():
         for b, h, i, j in blocks(form):
@@ -208,12 +208,12 @@ def _weight_blocks(form: Form, at_least: int = 0) -> Iterator[tuple[slice, slice
 
 
 def full_precision(form: Form) -> AbstractContextManager:
-    """The compute dtype is chosen already: autocast must not touch what happens inside."""
+    """A context without autocast, because the compute dtype is already chosen."""
     assert form.query is not None
     device = form.query.device.type
     return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 def _recordable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of those that were made in inference mode, which autograd does not take."""
+    """The tensors, with copies of those made in inference mode, which autograd cannot record."""
     return {name: t.clone() if t.is_inference() else t for name, t in tensors.items()}

@@ -126,15 +126,15 @@ class RowEquation:
 
 
 def solve_rows(form: Form, scores: Tensor, mu: Tensor | None = None, order: int = 1, rates: bool = False) -> Solution:
-    """The optimal rows for these scores. A known `mu` (the price, from the anchor) saves the search. `order` (1 or 2)
-    derivatives are exact. `rates` also fills the solution's rates and slack."""
+    """The optimal rows for these scores. A given `mu` (the price, from the anchor) skips the search. Derivatives up
+    to `order` (1 or 2) are exact. `rates` also fills the solution's rates and slack."""
     if form.marginal == "columns":
         raise NotImplementedError("RowsAndColumns: its rows depend on one another and cannot be solved one by one here")
     B, H, Tq, Tk = scores.shape
     device = scores.device
     admissible = form.admissible(Tq, Tk, device)
     log_prior = form.log_prior(Tq, Tk, scores.dtype, device)
-    if Tk == 0:  # one key that is not admissible stands for none
+    if Tk == 0:  # solve one masked key in place of no key
         scores, log_prior = scores.new_zeros(B, H, Tq, 1), None
         admissible = torch.zeros(1, dtype=torch.bool, device=device)
     if admissible is not None and log_prior is not None:
@@ -151,15 +151,14 @@ def solve_rows(form: Form, scores: Tensor, mu: Tensor | None = None, order: int 
     full = _full_rows(rows.detached())
     rows = rows.without_common_prior()
     anchor, first_price = _anchor(rows.detached())
-    if form.marginal == "rows":  # admissible keys, and no score above -inf: 0/0
+    if form.marginal == "rows":  # admissible keys whose scores are all -inf: 0/0
         read = torch.ones_like(anchor, dtype=torch.bool) if admissible is None else admissible.any(-1, keepdim=True)
         anchor = torch.where((anchor == -math.inf) & read, math.nan, anchor)
-    idle = (
-        anchor == -math.inf if full is None else (anchor == -math.inf) | full
-    )  # rows whose plan does not depend on the price
+    # Idle rows are those whose plan does not depend on the price.
+    idle = anchor == -math.inf if full is None else (anchor == -math.inf) | full
     rows.anchor = torch.where(idle, 0.0, anchor)
-    # A temperature divides the scores: a mask of the lowest number would overflow and give 0 * inf in a derivative.
-    # (Not clamp, whose derivative at NaN is 0.)
+    # A temperature divides the scores: a mask entry at the lowest finite number would overflow, and derivatives would
+    # contain 0 * inf. (clamp is not used, because its derivative at NaN is 0.)
     lowest, rows.scores = -torch.finfo(scores.dtype).max * 1e-10, scores - rows.anchor
     rows.scores = torch.where(rows.scores < lowest, lowest, rows.scores)
 
@@ -178,11 +177,11 @@ def solve_rows(form: Form, scores: Tensor, mu: Tensor | None = None, order: int 
         slope = torch.where(taken.isnan(), math.nan, slope)  # a row with a NaN has a NaN derivative
         moves = ~((slope <= 0) | slope.isinf() | taken.isinf() | target.isinf() | idle)
         step = torch.where(moves, rows.temperature * (taken - target) / torch.where(moves, slope, 1.0), 0.0)
-        mu = mu + (step - step.detach())  # only the derivative: the search went as far as rounding allows
+        mu = mu + (step - step.detach())  # only the derivative: the search has reached rounding
 
     p, null = rows.weights(mu), rows.null(mu)
-    # The rounding error of the price is shared in proportion. One NaN makes the whole row NaN, and its derivatives,
-    # too: a link's own derivative at NaN may be a number.
+    # Rescale the row, which distributes the rounding error of the price. One NaN makes the whole row and its
+    # derivatives NaN; without this, the derivative of a link at NaN could be a number.
     taken = p.detach().sum(-1, keepdim=True) + (0.0 if null is None else null.detach())
     exact = (taken <= 0) | taken.isinf() | idle if form.marginal in ("rows", "sink") else ~taken.isnan()
     share = torch.where(exact, 1.0, form.mass / taken)
@@ -277,7 +276,7 @@ def _closed_form(rows: RowEquation) -> Tensor:
 
 
 def _search(rows: RowEquation, start: Tensor, idle: Tensor) -> Tensor:
-    """mu for any link: Newton on a power of taken/target, in which the equation is nearly straight. A bracket grows
+    """mu for any link: Newton on a power of taken/target, in which the equation is nearly linear. A bracket grows
     while it is open, and is halved where Newton leaves it."""
     tau, eps = rows.temperature, torch.finfo(start.dtype).eps
     gamma = 0.0 if rows.form.marginal == "relax" else rows.regularizer.power
@@ -289,11 +288,10 @@ def _search(rows: RowEquation, start: Tensor, idle: Tensor) -> Tensor:
         low, high = torch.where(taken >= target, mu, low), torch.where(taken <= target, mu, high)
         ratio = taken / target
         if rows.form.marginal == "relax":
-            slope = (
-                slope + tau * (taken - target) / rows.marginal_parameter
-            )  # of the logarithm of the ratio: the target moves, too
-        straight = ratio.log() if isinstance(gamma, float) and gamma == 0 else (gamma * ratio.log()).expm1() / gamma
-        newton = mu + tau * straight * ratio ** (1 - gamma) * target / slope
+            # The slope of the logarithm of the ratio: the target depends on the price, too.
+            slope = slope + tau * (taken - target) / rows.marginal_parameter
+        linear = ratio.log() if isinstance(gamma, float) and gamma == 0 else (gamma * ratio.log()).expm1() / gamma
+        newton = mu + tau * linear * ratio ** (1 - gamma) * target / slope
         bracketed = low.isfinite() & high.isfinite()
         farthest = torch.where(taken > target, torch.minimum(high, mu + width), torch.maximum(low, mu - width))
         inside = ((newton - mu).abs() < (farthest - mu).abs()) & (newton != mu)  # false for NaN
@@ -301,7 +299,7 @@ def _search(rows: RowEquation, start: Tensor, idle: Tensor) -> Tensor:
             inside = inside & ~bracketed
         following = torch.where(inside, newton, torch.where(bracketed, (low + high) / 2, farthest))
         width = torch.where(inside | bracketed, width, 4 * width)
-        # A Newton step this small squares the error if the equation is straight, as the second condition ensures.
+        # A Newton step this small squares the error if the equation is linear, which the second condition ensures.
         last = ((newton - mu).abs() <= eps**0.75 * tau) & ((ratio - 1).abs() < 0.1 * eps**0.5)
         following = torch.where(last, newton, following)
         done = idle | last | (taken == target) | (high - low <= 2 * eps * mu.abs()) | taken.isnan() | target.isnan()
@@ -312,7 +310,8 @@ def _search(rows: RowEquation, start: Tensor, idle: Tensor) -> Tensor:
 
 
 def _settled(rows: Tensor) -> bool:
-    """Whether all rows are done. Under vmap and on fake tensors this is unknown, and the loop runs to its end."""
+    """Whether all rows are done. Under vmap and on fake tensors this is unknown, and the loop makes all its
+    iterations."""
     try:
         return bool(rows.all())
     except RuntimeError:

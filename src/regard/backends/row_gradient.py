@@ -1,7 +1,7 @@
 """The gradient of a row's own parameters, derived once for every regulariser, marginal and backend.
 
 The parameters are the temperature tau, the score of a sink, the relaxation rho, the offset of free rows, alpha and the
-slopes of ALiBi. Write p_j = pi_j g((s_j - lambda)/tau) for the plan, and T(lambda) for the mass that the row must ship;
+slopes of ALiBi. Write p_j = pi_j g((s_j - lambda)/tau) for the plan, and T(lambda) for the mass that the row must send;
 the null key of a sink counts as a key. The price lambda solves sum_j p_j = T. With u_j = dL/dp_j, w_j = pi_j g' and the
 baseline b = sum_j w_j u_j / (sum_j w_j + kappa), the implicit function theorem gives for any parameter theta
 
@@ -16,7 +16,8 @@ A fused kernel sums the first term over the keys, with G_j = tau dL/ds_j = w_j (
     slopes     dp_j/dm   = -|distance| dp_j/dlog(pi)     ->   -sum_j |distance| dL/dlog(pi_j)
 
 An incoming gradient of lse, which KL alone has, adds its own part: lse depends on s/tau and the sink, and on no price.
-What a kernel leaves out (the null key, known constants) and the rounding of its baseline are accounted for here.
+The terms that a kernel omits (the null key, known constants) are added here, and the rounding of its baseline is
+removed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ..form import Form
 
 PARAMETERS = ("slopes", "marginal_parameter", "temperature", "parameters.0")
 
-# The sums over a row's keys that the gradient of each parameter is made of (see csrc/engine/problem.h), by kernel.
+# The sums over a row's keys from which the gradient of each parameter is computed, by kernel (csrc/engine/problem.h).
 SUMS_KL = {
     "slopes": ("row_gd", "row_pd", "row_g", "row_dot"),
     "temperature": ("row_gs", "row_g", "row_ps", "row_dot"),
@@ -45,13 +46,13 @@ SUMS_LINK = {
 
 
 def row_value(x: Any) -> Any:
-    """A parameter as the sums are: [B|1, H|1, Tq|1], or a number."""
+    """A parameter in the shape of the sums: [B|1, H|1, Tq|1], or a number."""
     return x.squeeze(-1) if isinstance(x, Tensor) else x
 
 
 class RowGradient:
     """The gradients of one backward pass, from a kernel's sums over the keys (`sums`), its outputs and the incoming
-    gradients. `centred`: the kernel measured (alpha - 1)(s - lambda)/tau from 1, and its sums from there."""
+    gradients. `centred`: the kernel measures (alpha - 1)(s - lambda)/tau from 1, also in its sums."""
 
     def __init__(
         self,
@@ -63,18 +64,18 @@ class RowGradient:
     ) -> None:
         self.form, self.sums, self.outputs, self.centred = form, sums, outputs, centred
         self.kl = form.family == "kl"
-        self.tau, self.level = row_value(form.temperature), row_value(form.marginal_parameter)
+        self.tau, self.parameter = row_value(form.temperature), row_value(form.marginal_parameter)
         self.alpha: Any = None if self.kl else row_value(form.parameters[0]) if form.parameters else None
         self.dual = outputs["dual"]
         self.idle = self.dual == -torch.inf  # rows without an admissible key
         self.lse_grad: Any = grads.get("lse", 0.0)
         self.entropy_grad: Any = grads.get("entropy")
-        self.shipped: Any = form.mass  # T
+        self.sent: Any = form.mass  # T
         if form.marginal == "relax":
-            self.shipped = torch.where(self.idle, 1.0 if self.kl else 0.0, (self.dual / self.level).exp())
+            self.sent = torch.where(self.idle, 1.0 if self.kl else 0.0, (self.dual / self.parameter).exp())
         elif form.marginal == "free" and self.kl:
             known = "lse" in outputs
-            self.shipped = (outputs["lse"] + self.level / self.tau).exp() if known else torch.zeros_like(self.dual)
+            self.sent = (outputs["lse"] + self.parameter / self.tau).exp() if known else torch.zeros_like(self.dual)
         self._null_key()
 
     def of(self, slot: str) -> Tensor:
@@ -96,7 +97,7 @@ class RowGradient:
         """b T of relaxed rows. The KL kernel returns <grad_out, out> = sum_j p_j u_j, from which b follows: there
         sum_j w_j = T and kappa = T tau/rho."""
         dot = self.sums["row_dot"]
-        return dot * (self.level / (self.tau + self.level)) if self.kl else dot * self.shipped
+        return dot * (self.parameter / (self.tau + self.parameter)) if self.kl else dot * self.sent
 
     @property
     def free_gain(self) -> Any:
@@ -111,7 +112,7 @@ class RowGradient:
         self.null_gain: Any = 0.0
         if self.form.marginal != "sink" or "row_dot" not in self.sums:
             return
-        self.null_score = self.level - self.dual
+        self.null_score = self.parameter - self.dual
         if self.kl:
             log_weight: Any = self.null_score / self.tau
             inside: Any = None
@@ -133,7 +134,7 @@ class RowGradient:
         """sum_j G_j over the real keys, in exact arithmetic."""
         marginal = self.form.marginal
         if marginal == "relax":
-            pulled = self.baseline_mass * (self.tau / self.level)
+            pulled = self.baseline_mass * (self.tau / self.parameter)
             return self.lse_grad + (pulled if self.kl else torch.where(self.idle, 0.0, pulled))
         if marginal == "free":
             return self.lse_grad + self.free_gain
@@ -141,12 +142,12 @@ class RowGradient:
 
     @property
     def excess(self) -> Tensor:
-        """KL: what the rounding of the baseline added to sum_j G_j, per unit of mass. It is taken out as if spread over
-        the plan. (Free rows have no baseline: there it is the rounding of what lse and entropy add.)"""
+        """KL: what the rounding of the baseline added to sum_j G_j, per unit of mass. It is removed in proportion
+        to the plan. (Free rows have no baseline: there it is the rounding of the terms of lse and entropy.)"""
         excess = self.sums["row_g"] - self.total
         if self.form.marginal == "free":
-            return torch.where(self.shipped > 1e-30, excess / self.shipped, 0.0)
-        return excess / self.shipped
+            return torch.where(self.sent > 1e-30, excess / self.sent, 0.0)
+        return excess / self.sent
 
     # --- the parameters -----------------------------------------------------------------------------------------------
 
@@ -154,7 +155,7 @@ class RowGradient:
         if self.form.marginal == "sink":
             return self.null_gain / self.tau
         if self.form.marginal == "relax":
-            return torch.where(self.idle, 0.0, -self.baseline_mass * self.dual / self.level**2)
+            return torch.where(self.idle, 0.0, -self.baseline_mass * self.dual / self.parameter**2)
         return self.free_gain / self.tau
 
     def _temperature(self) -> Tensor:
@@ -176,7 +177,7 @@ class RowGradient:
         alpha, marginal, dtype = self.alpha, self.form.marginal, self.form.dtype
         result = self.sums["row_ga"]
         if marginal != "free":
-            # The rounding of the baseline is taken out as if every key had the weight of the best one.
+            # The rounding of the baseline is removed as if every key had the weight of the best one.
             best = self.outputs["rest"].double() + float(self.centred)
             best = torch.where(best > 0, best, 1.0)
             change = (best - 1 - best * best.log()) / (alpha - 1) ** 2

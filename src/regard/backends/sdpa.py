@@ -12,7 +12,7 @@ from torch import Tensor
 from ..form import Form
 from .base import Backend
 
-# Bound at import: a user may put regard.attention in its place later.
+# Bound at import, because a user may later replace PyTorch's function by regard.attention.
 _stock = F.scaled_dot_product_attention
 
 MASK_LIMIT = 2**24  # "auto" does not build a larger Tq x Tk mask
@@ -38,7 +38,7 @@ class Stock(Backend):
             return "has its own dropout mask, not the one shared by the backends"
         statistics = [name for name in names if name != "out"]
         if statistics:
-            return f"returns no statistics (asked for {', '.join(statistics)})"
+            return f"returns no statistics (requested: {', '.join(statistics)})"
         if isinstance(form.temperature, Tensor) and form.score_bias is not None:
             return "cannot divide a float mask by a temperature tensor"
         if isinstance(form.temperature, Tensor) and form.query is not None and form.query.dtype != form.dtype:
@@ -46,7 +46,7 @@ class Stock(Backend):
         return None
 
     def unwise(self, form: Form) -> str | None:
-        """Why "auto" passes over it although it could: it would take too much memory."""
+        """Why "auto" does not choose this backend: it would take too much memory."""
         assert form.query is not None and form.value is not None
         B, H, Tq, Tk = form.shape
         if B * H * Tq * Tk > MASK_LIMIT and form.query.device.type == "cpu":
@@ -68,8 +68,8 @@ class Stock(Backend):
     def backward(
         self, form: Form, needed: tuple[str, ...], outputs: dict[str, Tensor], grads: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """PyTorch's own gradients of the needed slots, from a forward pass made again (in forward mode only: elsewhere
-        `attend` is differentiated where it was called)."""
+        """PyTorch's own gradients of the needed slots, from a repeated forward pass. Only forward mode calls this: in
+        all other cases PyTorch's autograd differentiates `attend`."""
         tensors = form.tensors()
         leaves = {name: tensors[name].detach().requires_grad_() for name in needed}
         with torch.enable_grad():
@@ -92,7 +92,7 @@ class Stock(Backend):
         mask = None
         causal = _plain_causal(form)
         if causal:
-            key, value = key[:, :, :Tq], value[:, :, :Tq]  # keys beyond are never read, and may hold NaN
+            key, value = key[:, :, :Tq], value[:, :, :Tq]  # later keys are masked and may hold NaN
         else:
             mask = _mask(form)
         if mask is not None:
@@ -100,25 +100,23 @@ class Stock(Backend):
             read = admissible.any(2, keepdim=True).mT  # [B|1, H|1, Tk|1, 1]
             if read.shape[1] > 1:
                 read = read.unflatten(1, (key.shape[1], form.group)).any(2)
-            # In PyTorch NaN passes through from keys and queries that are masked everywhere: 0 * NaN is NaN.
+            # PyTorch propagates NaN from keys and queries that are masked everywhere: 0 * NaN is NaN.
             key, value = torch.where(read, key, 0.0), torch.where(read, value, 0.0)
             query = torch.where(admissible.any(3, keepdim=True), query, 0.0)
-            if (
-                mask.dtype == torch.bool and 1 in mask.shape[2:]
-            ):  # a bool view would be spelled out in full, a float one not
+            if mask.dtype == torch.bool and 1 in mask.shape[2:]:  # PyTorch would copy an expanded bool mask in full
                 mask = torch.zeros_like(mask, dtype=form.dtype).masked_fill(~mask, -math.inf)
             mask = mask.expand(*mask.shape[:2], Tq, Tk)
         return _stock(query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=form.group > 1)
 
 
 def _plain_causal(form: Form) -> bool:
-    """The one structured prior PyTorch knows."""
+    """Whether the prior is plain causal, the one structured prior that PyTorch supports."""
     only_band = form.mask is form.score_bias is form.slopes is form.query_ids is None and not form.log_priors
     return only_band and form.left is None and form.right == 0 and form.offset == 0
 
 
 def _needs_matrix(form: Form) -> bool:
-    """Whether the prior must be spelled out as a Tq x Tk mask (one that came so costs nothing more)."""
+    """Whether a Tq x Tk mask must be built for the prior. (A mask that was given costs nothing more.)"""
     structured = form.left is not None or form.right is not None or form.slopes is not None
     pieces = sum(t is not None for t in (form.mask, form.score_bias, form.query_ids, *form.log_priors))
     return structured or form.query_ids is not None or pieces > 1
@@ -133,7 +131,7 @@ def _mask(form: Form) -> Tensor | None:
     bias = form.log_prior(Tq, Tk, form.dtype, device)
     if form.score_bias is not None:
         assert not isinstance(form.temperature, Tensor)
-        # A mask at the lowest number must not become -inf when divided.
+        # A mask entry at the lowest finite number must not become -inf when divided.
         score = (form.score_bias.to(form.dtype) / form.temperature).clamp(min=torch.finfo(form.dtype).min)
         bias = score if bias is None else bias + score
     if admissible is not None:

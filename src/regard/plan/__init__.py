@@ -1,4 +1,5 @@
-"""The plan itself: solved in full with proof, read in parts where it is too large to store, or along temperatures."""
+"""The plan itself: solved in full with a certificate, read in parts if it is too large to store, or along
+temperatures."""
 
 from .certificates import Certificate, Plan, certify, solve
 from .readout import block_mass, solved_rows, topk, weights_at

@@ -1,4 +1,4 @@
-"""Small problems solved in full, with proof: `solve` and `certify`."""
+"""Small problems solved in full, with a certificate: `solve` and `certify`."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def solve(scores: Tensor, problem: Transport | None = None) -> Plan:
 
 
 def certify(scores: Tensor, weights: Tensor, problem: Transport | None = None) -> Certificate:
-    """Judge any weights for these scores, against the best dual found in float64."""
+    """The certificate of any weights for these scores, with the dual that the solver finds in float64."""
     problem = Transport() if problem is None else problem
     if not isinstance(scores, Tensor) or not isinstance(weights, Tensor) or weights.shape != scores.shape:
         raise ValueError(

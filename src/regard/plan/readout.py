@@ -43,7 +43,7 @@ def weights_at(query: Tensor, key: Tensor, index: Tensor, **options: Unpack[Plan
 def topk(query: Tensor, key: Tensor, n: int, **options: Unpack[PlanOptions]) -> tuple[Tensor, Tensor]:
     """The n largest weights of each row and their keys: (weights, indices), [..., H, Tq, n]. Not differentiable.
 
-    Where a row has fewer than n keys with mass, its other weights are 0 and their indices are any other keys. The
+    Where a row has fewer than n keys with mass, its other weights are 0 and their indices are arbitrary other keys. The
     options are those of `attention` that decide the plan.
     """
     backend, form, lead, row = _solved(query, key, options)

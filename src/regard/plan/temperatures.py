@@ -43,8 +43,8 @@ _FORMULAS = {
 
 
 def path(scores: Tensor, temperatures: Tensor | Sequence[float], problem: Transport | None = None) -> Path:
-    """The plans of scores [..., Tk] or [..., H, Tq, Tk] at each of n temperatures (0 is hard routing, where the problem
-    has it), which replace the problem's own. Differentiable in the scores; stores one plan at a time."""
+    """The plans of scores [..., Tk] or [..., H, Tq, Tk] at each of n temperatures (0 is hard routing, if the problem
+    allows it), which replace the problem's own. Differentiable in the scores; stores one plan at a time."""
     problem = Transport() if problem is None else problem
     if not isinstance(problem, Transport):
         raise TypeError(f"problem: expected a Transport, got {describe(problem)}")

@@ -1,4 +1,4 @@
-"""The contract of a solver. `solver_for(form)` in __init__.py is the only place that decides between them.
+"""The contract of a solver. `solver_for(form)` in __init__.py is the only place that chooses a solver.
 
 A solver finds the plan of a lowered problem with passes of a backend over its rows.
 """
@@ -38,11 +38,11 @@ class Solver(ABC):
         return form
 
     def asked(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """The outputs that a backend must have to give `names`."""
+        """The outputs that a backend must have, so that the solver can compute `names`."""
         return names
 
     def choose(self, form: Form, names: tuple[str, ...], backend: str = "auto") -> tuple[str, dict[str, str]]:
-        """The backend for these outputs, and why each one before it was passed over."""
+        """The backend for these outputs, and why each backend before it was not chosen."""
         for name in names:
             if name != "out" and (reason := undefined(name, form)) is not None:
                 raise ValueError(f"return_aux: {reason}")

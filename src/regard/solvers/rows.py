@@ -29,7 +29,7 @@ class RowSolver(Solver):
 
     def certify(self, form: Form, scores: Tensor, weights: Tensor) -> dict[str, Tensor]:
         best = solve_rows(form, scores, order=2)
-        # Rows without any key are solved as one key that is not admissible.
+        # Rows without any key are solved with one masked key in its place.
         return judge_rows(best, torch.nn.functional.pad(weights, (0, best.weights.shape[-1] - weights.shape[-1])))
 
 
@@ -40,9 +40,10 @@ def judge_rows(best: Solution, p: Tensor) -> dict[str, Tensor]:
     signed = best.regularizer.signed
     null = (1 - mass if signed else (1 - mass).clamp(min=0))[..., None] if form.marginal == "sink" else None
     achieved = primal(best, p if signed else p.clamp(min=0), null)
-    # A row whose plan does not depend on the price (no admissible key, all keys full) has one plan, which is its bound.
+    # A row whose plan does not depend on the price (no admissible key, all keys full) has one plan: its value is the
+    # bound.
     fixed = price == -math.inf
-    if best.regularizer.ceiling == math.inf:  # a price of -inf may also be a failed search: ask the keys
+    if best.regularizer.ceiling == math.inf:  # -inf may also be a failed search: check the keys
         fixed = fixed & (best.where_admissible(torch.ones_like(p), 0.0).sum(-1) == 0)
     bound = torch.where(fixed, primal(best, best.weights, best.null), dual_value(best))
     row_residual = torch.zeros_like(mass) if signed else (-p).clamp(min=0).sum(-1)
@@ -62,7 +63,7 @@ def judge_rows(best: Solution, p: Tensor) -> dict[str, Tensor]:
 def dual_value(best: Solution) -> Tensor:
     """lambda m + tau sum_j pi_j f*((s_j - lambda)/tau), an upper bound at any lambda (relaxed: see theory).
 
-    The built-in regularisers have exact conjugates. Of an FDivergence the conjugate is bounded from above by f alone.
+    The built-in regularisers have exact conjugates. The conjugate of an FDivergence is bounded from above with f alone.
     """
     form, regularizer = best.form, best.regularizer
     price = torch.where(best.dual == -math.inf, 0.0, best.dual)  # any price gives a bound; rows without keys need none
@@ -81,7 +82,7 @@ def dual_value(best: Solution) -> Tensor:
     total = spread.sum(-1, keepdim=True)
     if form.marginal == "sink":
         total = total + conjugate(parameter)
-    if form.family == "kl" and form.marginal in ("rows", "sink"):  # the constant that their primal leaves out, too
+    if form.family == "kl" and form.marginal in ("rows", "sink"):  # add the constant that their primal omits
         total = total + prior.sum(-1, keepdim=True) + (form.marginal == "sink") - form.mass
     tau = torch.as_tensor(form.temperature, dtype=total.dtype)
     total = torch.where(tau == 0, 0.0, total * tau)  # hard routing: the divergence has no weight, even if infinite

@@ -1,4 +1,5 @@
-"""The native CPU engine: `Native` (backend.py), its record (engine.py, records.py), and attention by features."""
+"""The native CPU engine: the backend `Native` (backend.py), the record of a call (engine.py, records.py), and attention
+by features (features.py)."""
 
 from .backend import Native
 

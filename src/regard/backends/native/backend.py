@@ -20,7 +20,7 @@ from ..row_gradient import PARAMETERS, SUMS_KL, SUMS_LINK, RowGradient, row_valu
 from .engine import extension
 from .records import FAMILIES, LOG_PRIORS, MARGINALS, centred, record_of
 
-_LIST_ROOM = 128  # numbers that a row may keep about its few keys, for backward
+_LIST_ROOM = 128  # numbers that a row may store for backward about its few keys
 _PRICE = ("dual", "peak", "rest")  # the plan can be computed again from these
 # The statistics that the kernels compute, and other outputs, by the name of their field in the record.
 _STATISTICS = {
@@ -60,7 +60,7 @@ class Native(Backend):
         if form.family not in FAMILIES:
             return "has kernels for KL, Tsallis and Fermi-Dirac only"
         if form.marginal not in MARGINALS:
-            return "solves rows only (regard.attention brings rows and columns to rows)"
+            return "solves rows only (regard.attention reduces rows and columns to rows)"
         if form.family == "fermi_dirac" and form.marginal != "free":
             return "has Fermi-Dirac with a free marginal only"
         if form.hard:
@@ -79,8 +79,8 @@ class Native(Backend):
         return None
 
     def saved(self, form: Form, names: tuple[str, ...]) -> tuple[str, ...]:
-        """The price, from which backward computes the plan again, and what the baseline is made of."""
-        if form.family == "kl":  # few gradients need the dual itself
+        """The price, from which backward computes the plan again, and the terms of the baseline."""
+        if form.family == "kl":  # only the gradients of parameters need the dual itself
             parameters = (
                 form.marginal == "relax"
                 or not isinstance(form.marginal_parameter, float)
@@ -105,7 +105,7 @@ class Native(Backend):
         if form.query.numel() == 0 and 0 in form.query.shape[:3]:
             return {n: t.zero_() for n, t in results.items()}
         if "value_spread" in names and form.dropout_key is not None:
-            # It is defined by the output before dropout, which needs a pass of its own.
+            # value_spread is defined by the output before dropout, which needs a second pass.
             plain = dataclasses.replace(form, dropout_p=0.0, dropout_key=None)
             rest = tuple(name for name in names if name != "value_spread")
             found = self.forward(form, rest) | self.forward(plain, ("value_spread",))
@@ -136,7 +136,7 @@ class Native(Backend):
             # sum p |v|^2 - |o|^2 from a centre that keeps the digits under a large common offset
             centre = centre.repeat_interleave(form.group, 1)
             short = 1 - results["mass"]
-            if form.marginal == "rows":  # known exactly, and multiplied by what may be large
+            if form.marginal == "rows":  # the mass is known exactly; the factor below may be large
                 short = torch.where(results["mass"] == 0, 1.0, 1 - form.mass)
             missing = short * (centre**2).sum(-1)
             results["value_spread"] += missing - ((results["out"] - centre) ** 2).sum(-1)
@@ -145,7 +145,7 @@ class Native(Backend):
         return {name: results[name] for name in names}
 
     def _empty(self, form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
-        """Room for the output and statistics."""
+        """Uninitialised memory for the output and statistics."""
         results: dict[str, Tensor] = {}
         assert form.query is not None
         last, last_shape, dtype = form.query, None, form.dtype
@@ -162,7 +162,7 @@ class Native(Backend):
     def backward(
         self, form: Form, needed: tuple[str, ...], outputs: dict[str, Tensor], grads: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """The kernel sums per row, key or pair; each slot's gradient is made from these sums."""
+        """The kernel computes sums per row, key or pair. The gradient of each slot is computed from these sums."""
         tensors = form.tensors()
         B, H, Tq, Tk = form.shape
         if 0 in (B, H, Tq):
@@ -247,7 +247,8 @@ class Native(Backend):
 
 
 def _may_list(form: Form) -> bool:
-    """Whether rows may keep lists of their few keys, which spare backward the search (csrc/engine/sparse_rows.h)."""
+    """Whether forward may store lists of the keys with weight, so that backward need not search them
+    (sparse_rows.h)."""
     _, _, Tq, Tk = form.shape
     plain = form.slopes is None and not form.log_priors and form.score_bias is None and not form.softcap
     return plain and form.family == "tsallis" and form.marginal in ("rows", "sink") and Tq >= 16 and Tk >= 512
@@ -284,7 +285,7 @@ def _readable(form: Form) -> Tensor:
 
 
 def _kind(form: Form, slot: str, tensor: Tensor) -> tuple[str, ...]:
-    """The sums of the kernel that a slot's gradient is made of. Those of a bias depend on how it broadcasts."""
+    """The sums from which the gradient of a slot is computed. For a bias they depend on how it broadcasts."""
     fixed = (_SUMS | (SUMS_KL if form.family == "kl" else SUMS_LINK)).get(slot)
     if fixed is not None:
         return fixed

@@ -24,7 +24,7 @@ TYPES = {
     torch.bool: 5,
 }
 UNBOUNDED = 2**40  # the open side of a band
-SMALL = 2**21  # multiply-adds that one thread finishes before it could wake another
+SMALL = 2**21  # multiply-adds that one thread finishes before a second thread could start
 # The first fields of the record, in order. Every call has them, so they are written at once.
 _HEAD = (
     *("threads", "compute", "B", "H", "Hkv", "Tq", "Tk", "D", "Dv", "left", "right", "offset", "family"),

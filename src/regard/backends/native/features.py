@@ -16,12 +16,12 @@ MAPS = {"elu": 0, "relu": 1, "exp": 2}
 
 
 class Call(NamedTuple):
-    """What there is besides query [B, H, Tq, D], key [B, Hkv, Tk, D] and value [B, Hkv, Tk, Dv]."""
+    """The settings of a call on query [B, H, Tq, D], key [B, Hkv, Tk, D] and value [B, Hkv, Tk, Dv]."""
 
     map: str  # one of MAPS
     scale: float  # not negative
     causal: bool
-    offset: int  # causal row i sees the keys up to i + offset, and there are no others
+    offset: int  # causal row i reads the keys up to i + offset
 
 
 def unavailable() -> str | None:
@@ -63,7 +63,7 @@ def _record(
 def forward(
     call: Call, query: Tensor, key: Tensor, value: Tensor, projection: Tensor | None, keep: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows [B, H, Tq, Dv], their mass and what it is relative to (a power of two) [B, H, Tq], in the compute dtype."""
+    """Rows [B, H, Tq, Dv], their mass and its unit (a power of two) [B, H, Tq], in the compute dtype."""
     module, _ = extension()
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     out = torch.empty(*query.shape[:3], value.shape[3], dtype=dtype)

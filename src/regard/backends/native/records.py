@@ -11,7 +11,7 @@ from .engine import SMALL, TYPES, UNBOUNDED, Record
 
 FAMILIES = {"kl": 0, "tsallis": 1, "fermi_dirac": 2}
 MARGINALS = {"rows": 0, "sink": 1, "relax": 2, "free": 3}
-LOG_PRIORS = 4  # that a record holds
+LOG_PRIORS = 4  # the number that a record holds
 _CENTRED = 1.25  # Tsallis orders below this are computed as a distance from KL, wherever a price must be found
 # The other tensors of a form, by the name of their field.
 _TENSORS = {

@@ -2,9 +2,9 @@
 
 With beta = 1/tau the divergence of a KL row from its prior rises from 0 to that of the hard plan, and
 
-    d KL(p || pi) / d ln beta = Var_p(y),    y = s/tau,
+    d KL(p || pi) / d ln beta = Var_p(y),    y = s/tau.
 
-Both follow from one pass of any backend, for all rows at once. So Newton's method inside a bracket (search.py) finds
+One pass of any backend computes both KL and Var for all rows. So Newton's method inside a bracket (search.py) finds
 beta without storing the plan. An entropy h over n equal keys is the budget log n - h. The gradient is that of the
 implicit function: where KL(tau, theta) = c, d tau = (tau / Var_p(y)) (d_theta KL - dc).
 
@@ -35,7 +35,7 @@ __all__ = ["BudgetSolver"]
 
 
 class BudgetSolver(RowSolver):
-    """Rows whose temperatures are found."""
+    """Rows whose temperatures are found from a budget."""
 
     def asked(self, names: tuple[str, ...]) -> tuple[str, ...]:
         return (*names, *MEASURED)
@@ -68,7 +68,7 @@ def _attend(backend: str, form: Form, hard: Tensor, names: tuple[str, ...]) -> d
     if not recording and not transforms_active():
         return results
     # The plan of a hard row is constant, but rounding divided by a temperature near 0 would look like a gradient. So
-    # its gradient is dropped, and that of the values is taken from a second pass over these rows.
+    # the gradient of these rows is dropped. A second pass over them gives the gradient of the values.
     rows = slice(0, form.shape[2])
     if concrete(hard):
         found = span_of(hard.squeeze(-1))

@@ -46,7 +46,7 @@ class Match(torch.autograd.Function):
 
 
 class MatchBackward(torch.autograd.Function):
-    """apply(how, gradient, *slots, temperatures, states) -> gradients of the slots needed."""
+    """apply(how, gradient, *slots, temperatures, states) -> gradients of the needed slots."""
 
     @staticmethod
     def forward(how: tuple, grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -62,7 +62,7 @@ class MatchBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple:
-        raise NotImplementedError("MatchKL, MatchEntropy: a temperature that meets a budget is differentiated once")
+        raise NotImplementedError("MatchKL, MatchEntropy: a temperature that meets a budget has first derivatives only")
 
     @staticmethod
     def vmap(*_: Any) -> tuple:  # type: ignore[override]
@@ -90,10 +90,10 @@ def _(backend: str, *arguments: Any) -> tuple[Tensor, Tensor]:
 def match_backward_op(
     backend: str, needed: str, grad: Tensor, matched_temperature: Tensor, state: Tensor, *arguments: Any
 ) -> list[Tensor]:
-    wanted = tuple(needed.split(","))
+    slots = tuple(needed.split(","))
     with autograd_inside():
-        found = gradients_of(backend, wanted, from_arguments(arguments), matched_temperature, state, grad)
-    return [found[slot] for slot in wanted]
+        found = gradients_of(backend, slots, from_arguments(arguments), matched_temperature, state, grad)
+    return [found[slot] for slot in slots]
 
 
 @match_backward_op.register_fake
@@ -130,7 +130,7 @@ match_op.register_autograd(_pull, setup_context=_setup)
 
 
 def match(backend: str, form: Form) -> tuple[Form, Tensor]:
-    """The form at the temperatures that meet the budget, and where [B, H, Tq, 1] these stand for 0. Differentiable."""
+    """The form at the temperatures that meet the budget, and where [B, H, Tq, 1] they stand for 0. Differentiable."""
     assert form.key is not None
     if forward_mode():
         raise NotImplementedError("MatchKL, MatchEntropy: no forward mode; use reverse mode, or give the temperature")

@@ -36,7 +36,7 @@ def find_temperatures(backend: str, form: Form) -> tuple[Tensor, Tensor]:
     if 0 in (B, H, Tq):
         nothing = form.query.new_ones((B, H, Tq, 1), dtype=form.dtype)
         return nothing, nothing.long()
-    # log pi is added to s/tau: in float32 there are no digits left for it in a cold row.
+    # log pi is added to s/tau. In float32 a row at a low temperature would lose it to rounding.
     weighted = form.weighted
     forms = {False: form}
 
@@ -54,7 +54,8 @@ def find_temperatures(backend: str, form: Form) -> tuple[Tensor, Tensor]:
     def hardest(rows: slice) -> Tensor:
         cold = coldest_like(torch.empty(B, H, rows.stop - rows.start, dtype=torch.float64, device=budget.device))
         if weighted:
-            # A common offset of the scores costs digits: as cold as the row's spread needs and its offset allows.
+            # A common offset of the scores costs digits. The temperature is as low as the spread needs and the offset
+            # allows.
             found = solver.forward(rows_of(doubled(), rows), ("max_scores", "score_variance"))
             best, own = found["max_scores"].abs(), found["score_variance"].sqrt()
             cold = torch.maximum(1e-10 * best, torch.minimum(1e-6 * own, 1e-6 * best))
@@ -65,12 +66,11 @@ def find_temperatures(backend: str, form: Form) -> tuple[Tensor, Tensor]:
         count = torch.full((), 2, device=budget.device)
         if statistic == "entropy" or weighted:
             count = solver.forward(form.without_scores(), ("support",))["support"]
-        wanted = as_kl(statistic, budget.double(), count).expand(B, H, Tq).clone()
-        wanted = (
-            torch.where(count < 2, 0.0, wanted) if weighted else wanted
-        )  # with one key every temperature gives the same plan
-        x, state = search(measure, hardest, wanted, form.dtype)
-        return temperatures_from(x, state, wanted, form.dtype), state[..., None].clone()
+        target = as_kl(statistic, budget.double(), count).expand(B, H, Tq).clone()
+        if weighted:  # with one key every temperature gives the same plan
+            target = torch.where(count < 2, 0.0, target)
+        x, state = search(measure, hardest, target, form.dtype)
+        return temperatures_from(x, state, target, form.dtype), state[..., None].clone()
 
 
 def gradients_of(
@@ -105,7 +105,7 @@ def gradients_of(
 
 
 def _linear_gradients(solver: Backend, form: Form, slots: tuple[str, ...], rate: Tensor) -> dict[str, Tensor]:
-    """dKL under a weighted prior, by a backend that has no gradient of it: with y_j = scale <q, k_j> / tau it is
+    """dKL under a weighted prior, by a backend that does not compute it: with y_j = scale <q, k_j> / tau it is
 
         sum_j dp_j y_j  -  sum_j p_j dlog pi_j  +  dlog sum_j pi_j,
 

@@ -16,7 +16,7 @@ from .search import HARD, INSIDE, as_kl, coldest_like, search, temperatures_from
 
 def match_scores(form: Form, scores: Tensor) -> tuple[Form, Tensor]:
     """The form of rows with given scores [B, H, Tq, Tk], at the temperatures that meet the budget, and where
-    [B, H, Tq, 1] these stand for 0. Differentiable once."""
+    [B, H, Tq, 1] they stand for 0. Has first derivatives only."""
     B, H, Tq, Tk = scores.shape
     target, statistic = form.budget, form.matched
     assert target is not None and statistic is not None

@@ -14,12 +14,12 @@ _PASSES = 40  # a limit that only rows stopped by rounding reach
 
 
 def _hottest(dtype: torch.dtype) -> float:
-    """A temperature in place of infinity: the plan is the prior to rounding."""
+    """A temperature that stands for infinity: the plan is the prior to rounding."""
     return 1e100 if dtype == torch.float64 else 1e15
 
 
 def _coldest(dtype: torch.dtype) -> float:
-    """The lowest temperature: squares of s/tau do not overflow."""
+    """The lowest temperature. Squares of s/tau do not overflow there."""
     return 1e-100 if dtype == torch.float64 else 1e-15
 
 
@@ -35,7 +35,7 @@ def search(
 ) -> tuple[Tensor, Tensor]:
     """ln beta of each row [B, H, Tq] and its state (INSIDE, FIXED or HARD); all in float64.
 
-    Newton works on the logarithm of KL / (KL_hard - KL) as a function of ln beta, which is nearly straight at both
+    Newton works on the logarithm of KL / (KL_hard - KL) as a function of ln beta, which is nearly linear at both
     ends. KL_hard, of the hard plan, is measured only for rows that are still below their budget after four passes. Rows
     that cannot meet their budget stop as close to the hard plan as rounding can resolve: backward computes the plan
     again at that temperature. `tolerance` bounds the last Newton step, so the error is about its square.
@@ -45,7 +45,7 @@ def search(
     state = torch.where(budget <= 0, FIXED, INSIDE)
     looked = False
     negligible = 1e-9 if dtype == torch.float64 else 1e-8  # of the hard plan's KL
-    # (in float64?, tolerance, passes): a float32 pass knows a KL to about 1e-6, so the last one is in float64.
+    # (in float64?, tolerance, passes): a float32 pass computes a KL to about 1e-6, so the last one is in float64.
     stages = [(True, 1e-5, _PASSES)] if dtype == torch.float64 else [(False, 2e-2, 8), (True, 1e-3, _PASSES)]
     for stage, (exact, tolerance, passes) in enumerate(stages):
         noise = 1e-13 if exact else 3e-6
@@ -78,7 +78,7 @@ def search(
 
 
 def span_of(rows: Tensor) -> slice | None:
-    """The queries [B, H, Tq] from the first to the last that is True somewhere."""
+    """The range of queries of [B, H, Tq] from the first to the last that is True in some head; None if none is."""
     found = rows.any(0).any(0).nonzero()
     return slice(int(found[0]), int(found[-1]) + 1) if found.numel() else None
 
@@ -100,19 +100,18 @@ class _Newton:
         high.copy_(torch.where(kl > budget, torch.minimum(high, x), high))
         known = most < math.inf
         room = torch.where(known, torch.maximum(most - kl, 1e-12 * most), 1.0)
-        wanted = torch.where(known, torch.maximum(most - budget, 1e-12 * most), 1.0)
-        near = torch.where(kl < noise, torch.maximum(kl, variance / 2), kl).clamp(
-            min=1e-300
-        )  # KL = Var/2 near beta = 0
+        left = torch.where(known, torch.maximum(most - budget, 1e-12 * most), 1.0)
+        near = torch.where(kl < noise, torch.maximum(kl, variance / 2), kl)  # KL = Var/2 near beta = 0
+        near = near.clamp(min=1e-300)
         slope = variance * (1 / near + torch.where(known, 1 / room, 0.0))
-        newton = ((budget.clamp(min=1e-300) / near).log() + (room / wanted).log()) / slope
+        newton = ((budget.clamp(min=1e-300) / near).log() + (room / left).log()) / slope
         unsure = ~newton.isfinite() | ((newton == 0) & (kl != budget))
         newton = torch.where(unsure, torch.where(kl < budget, 2.0, -2.0), newton)
         following = x + newton.clamp(-3.0, 3.0)
         bracketed = low.isfinite() & high.isfinite()
         outside = bracketed & ((following <= low) | (following >= high))
         following = torch.where(outside, (low + high) / 2, following)
-        aim = torch.minimum(budget, torch.where(known, wanted, math.inf))
+        aim = torch.minimum(budget, torch.where(known, left, math.inf))
         close = (kl - budget).abs() <= 1e-2 * aim + noise
         settled = (close & ~outside & (newton.abs() <= tolerance)) | (kl == budget)
         settled = settled | (bracketed & (high - low <= tolerance**2))
@@ -130,7 +129,7 @@ def temperatures_from(x: Tensor, state: Tensor, budget: Tensor, dtype: torch.dty
 
 
 def as_kl(statistic: str, target: Tensor, count: Tensor) -> Tensor:
-    """The budget as a divergence [B|1, H|1, Tq|1]; an entropy among `count` equal keys is log(count) less it."""
+    """The budget as a divergence [B|1, H|1, Tq|1]; an entropy h over `count` equal keys is log(count) - h."""
     target = target.squeeze(-1)
     if statistic == "kl":
         return target

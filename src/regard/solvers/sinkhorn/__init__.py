@@ -6,8 +6,8 @@ with queries and keys exchanged. So every step of the solver is a pass of the on
 is ever stored.
 
     views        a two-sided problem as one-sided ones          ladder        falling temperatures
-    marginals    what queries ship and keys receive             anderson      Sinkhorn's iteration, accelerated
-    stage        one pair of passes; the dual's Hessian         newton        where the iteration hardly moves
+    marginals    what queries send and keys receive             anderson      Sinkhorn's iteration, accelerated
+    stage        one pair of passes; the dual's Hessian         newton        where the iteration is too slow
     gradient     the implicit function theorem                  feasibility   proofs that there is no plan
     reduction    the solved problem as rows                     statistics    output and statistics from these rows
     certificate  plans in memory and their certificates
@@ -35,7 +35,7 @@ __all__ = ["SinkhornSolver"]
 
 
 class SinkhornSolver(Solver):
-    """Each query ships a mass and each key receives one."""
+    """Each query sends a mass and each key receives one."""
 
     def rows(self, form: Form) -> Form:
         rows = one_sided(form)
@@ -61,7 +61,7 @@ class SinkhornSolver(Solver):
         return DensePlan(found.weights, found.dual, found.column_dual)
 
     def certify(self, form: Form, scores: Tensor, weights: Tensor) -> dict[str, Tensor]:
-        # Any prices give a bound; the best ones are wanted here, not those at the problem's own tolerance.
+        # Any prices give a bound. The search has a small tolerance of its own, so that the bound is tight.
         assert form.columns is not None
         closely = form.columns._replace(iterations=None, tolerance=1e-10, strict=False)
         with warnings.catch_warnings():

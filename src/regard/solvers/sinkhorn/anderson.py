@@ -2,8 +2,8 @@
 
 The plain iteration gamma <- `Stage.normalised` always lowers the dual. Mixing extrapolates from the last steps and is
 much faster, but may overshoot: a mixed step that lowers neither the residual nor the dual is undone. The method is fast
-where the iteration contracts at all. Where plans are nearly permutations it may hardly move; it then gives up early and
-leaves the rest to `newton`.
+where the iteration contracts at all. Where plans are nearly permutations it makes almost no progress. Then it stops
+early, and `newton` continues.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from .feasibility import Infeasibility
 from .stage import Found, Stage
 
-MEMORY = 20  # steps that the mixing looks back on
-SLOW = 40  # give up after so many iterations in which the residual has not halved
+MEMORY = 20  # number of earlier steps that the mixing uses
+SLOW = 40  # stop after so many iterations in which the residual has not halved
 FLOAT32 = torch.finfo(torch.float32).eps / 2
 
 
@@ -29,7 +29,7 @@ def iterate(
     infeasibility: Infeasibility,
     lse: Tensor | None = None,
 ) -> Found:
-    """Iterate until each head's share is below the tolerance, it makes no progress, or its limit [B, H] is reached.
+    """Iterate until each head's share is below the tolerance, stops falling, or the head's limit [B, H] is reached.
 
     In float32 the tolerance is raised to what float32 can resolve; the result is then marked `coarse`."""
     marginals = stage.marginals
@@ -38,7 +38,7 @@ def iterate(
     moves, changes = (gamma.new_zeros(B, H, MEMORY, Tk) for _ in range(2))  # of gamma, and of the step
     infinite = torch.full((B, H), math.inf, dtype=gamma.dtype, device=gamma.device)
     share, dual = infinite, infinite  # of the last accepted state
-    fresh = torch.ones(B, H, dtype=torch.bool, device=gamma.device)  # has no step before it to compare with
+    fresh = torch.ones(B, H, dtype=torch.bool, device=gamma.device)  # no earlier step to compare with
     arrived, done = ~fresh, limit <= 0
     iterations = torch.zeros(B, H, dtype=torch.long, device=gamma.device)
     mark, marked = infinite, iterations.clone()  # the share that is to be halved, and since when
@@ -56,7 +56,7 @@ def iterate(
         better = ~blind & ((shown < share) | (state.dual < dual - 1e-13 * (1 + dual.abs())))
         good = fresh | better
         accepted = state if accepted is None else state.where(good & ~done, accepted)
-        arrived = arrived | (good & ~done & (shown <= tolerance))  # NaN does not arrive
+        arrived = arrived | (good & ~done & (shown <= tolerance))  # false for NaN
         halved = shown < mark / 2
         mark, marked = torch.where(halved, shown, mark), torch.where(halved, number, marked)
         slow = (number - marked >= SLOW) | (iterations >= limit)
@@ -70,7 +70,7 @@ def iterate(
         known = (good & ~fresh)[..., None]
         moves[:, :, slot] = torch.where(known, gamma - before[0], 0.0)
         changes[:, :, slot] = torch.where(known, step - before[1], 0.0)
-        lost = ~good[..., None, None]  # after a bad step: back to the plain one from the last good state, no memory
+        lost = ~good[..., None, None]  # after a bad step: the plain step from the last good state, with cleared memory
         moves, changes = moves.masked_fill(lost, 0.0), changes.masked_fill(lost, 0.0)
         before = gamma, step
         following = torch.where(good[..., None], gamma + step - _mix(moves, changes, step, weight), fallback)
@@ -87,7 +87,7 @@ def _mix(moves: Tensor, changes: Tensor, step: Tensor, weight: Tensor) -> Tensor
     of the step by its changes. Cleared memory is 0, and so is its theta."""
     weighted = changes * weight[:, :, None]
     matrix = weighted @ changes.mT  # [B, H, m, m]
-    # Each change in units of its own: early ones are larger by many orders of magnitude.
+    # Each change is scaled by its own size: early changes are larger by many orders of magnitude.
     units = matrix.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
     units = torch.where(units > 0, units, 1.0)
     matrix = matrix / (units[..., None] * units[..., None, :])

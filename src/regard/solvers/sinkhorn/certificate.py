@@ -53,7 +53,7 @@ def judge_plan(best: TwoSidedPlan, p: Tensor) -> dict[str, Tensor]:
     f, g = torch.where(a > 0, best.dual, 0.0), best.column_dual
     received = p.sum(-2)
     ratio = torch.xlogy(p.clamp(min=0), p.clamp(min=0))
-    user = best.rows.form.log_priors[:-1]  # the last are the keys' prices
+    user = best.rows.form.log_priors[:-1]  # the last log-prior holds the keys' prices
     for prior in user:
         ratio = ratio - torch.where(p > 0, p * prior, 0.0)
     if best.rows.form.slopes is not None:

@@ -27,8 +27,8 @@ from .marginals import Marginals
 from .stage import Laplacian, Stage
 from .views import one_sided, own_head, per_head
 
-DEFAULT = RowsAndColumns.tolerance  # a caller who tolerates more gets the gradient to a tenth of that,
-COARSEST = 1e-3  # but never worse than this
+DEFAULT = RowsAndColumns.tolerance  # above it, the gradient is computed to a tenth of the caller's tolerance,
+COARSEST = 1e-3  # but at least to this
 
 
 class PricesFunction(torch.autograd.Function):
@@ -73,15 +73,15 @@ class PricesFunction(torch.autograd.Function):
                 rows = dataclasses.replace(rows, value=per_head(rows, x))
                 sent = own_head(rows, autograd.run(ctx.backend, rows, ("out",))["out"])
                 off = (marginals.row * sent).sum() - (marginals.target(gamma) * x).sum()
-                wanted = [leaf for leaf in leaves if leaf.requires_grad]
-                return list(torch.autograd.grad(off, wanted, allow_unused=True, materialize_grads=True))
+                needed = [leaf for leaf in leaves if leaf.requires_grad]
+                return list(torch.autograd.grad(off, needed, allow_unused=True, materialize_grads=True))
 
         found = iter(one_by_one(pull, (grad,)))
         return (None,) * 6 + tuple(next(found) if need else None for need in needs)
 
 
 def _solve_linear(stage: Stage, gamma: Tensor, rhs: Tensor, precision: float, limit: int, tolerated: float) -> Tensor:
-    """x = M^-1 rhs, with a warning where conjugate gradients do not get there."""
+    """x = M^-1 rhs, with a warning where conjugate gradients do not converge."""
     tolerance = max(precision, min(COARSEST, (tolerated - DEFAULT) / 10))
     found = Laplacian(stage, stage.at(gamma)).solve(rhs, tolerance, limit)
     off = float(found.off.max()) if found.off.numel() else 0.0

@@ -1,8 +1,8 @@
 """The keys' prices: a ladder of falling temperatures, on each rung Sinkhorn's iteration and, where it fails, Newton.
 
-A cold problem is approached from a warm one whose plan is not peaked. The prices g = tau gamma of one rung are nearly
-right for the next, if the rung was really solved: a rung that is left too early passes wrong prices down, from which
-no method recovers quickly.
+A problem at a low temperature is approached from a higher one, whose plan is not peaked. The prices g = tau gamma of
+one rung are nearly right for the next rung, but only if the rung was solved: from wrong prices no method recovers
+quickly.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .views import one_sided
 FACTOR = 4.0  # between the temperatures of two rungs
 WARM = 3e-3  # the share of the mass in a wrong column at which a rung counts as solved
 PEAKED = 0.5  # rows with less than this share of the largest possible entropy need a ladder
-PEAKEDNESS = ("lse", "entropy", "support")  # what the first pass asks for
-SPREAD = ("score_variance", "max_scores", "cost")  # what a ladder asks for, besides
-NEEDED = PEAKEDNESS + SPREAD  # statistics that a backend must have, besides the caller's
+PEAKEDNESS = ("lse", "entropy", "support")  # statistics of the first pass
+SPREAD = ("score_variance", "max_scores", "cost")  # more statistics, if a ladder is needed
+NEEDED = PEAKEDNESS + SPREAD  # statistics that a backend must have besides the caller's
 
 
 @dataclass
@@ -38,9 +38,9 @@ class Prices:
     share: Tensor  # [B, H], of the mass in a wrong column, in the worst document
     iterations: Tensor  # [B, H], pairs of passes
     wide: bool  # the passes had to be in float64
-    stuck: Tensor  # [B, H], gave up because nothing helped
+    stuck: Tensor  # [B, H], stopped because the share no longer fell
     impossible: Tensor  # [B, H], proven to have no plan
-    proof: str = ""  # of the first of them
+    proof: str = ""  # the proof for the first of them
 
 
 def solve(backend: str, form: Form, marginals: Marginals, settings: ColumnSettings) -> Prices:
@@ -49,7 +49,8 @@ def solve(backend: str, form: Form, marginals: Marginals, settings: ColumnSettin
 
 
 class _Search:
-    """One search for prices. It counts its iterations, remembers proofs and when float32 no longer sufficed."""
+    """One search for prices. It counts iterations, collects proofs, and stays in float64 once float32 was not
+    enough."""
 
     def __init__(self, backend: str, form: Form, marginals: Marginals, limit: int) -> None:
         self.backend, self.form, self.marginals, self.limit = backend, form, marginals, limit
@@ -67,7 +68,7 @@ class _Search:
             return Prices(gamma, gamma.sum(-1), self.iterations, False, none, none)
         lse, heats = self._ladder()
         for heat, ratio in heats:
-            if bool((self.left() > 1).any()):  # one is kept for the problem itself
+            if bool((self.left() > 1).any()):  # one iteration is kept for the problem itself
                 gamma = self._reach(gamma, WARM, 1, heat).state.gamma
             gamma = gamma * ratio  # g stays, tau falls
         found = self._reach(gamma, tolerance, lse=None if heats else lse)
@@ -81,11 +82,11 @@ class _Search:
     def _reach(
         self, gamma: Tensor, tolerance: float, kept: int = 0, heat: Tensor | None = None, lse: Tensor | None = None
     ) -> Found:
-        """Solve one rung as well as can be done: Sinkhorn's iteration, in float64 if need be, then Newton. `kept`
-        iterations of each head's limit are left for later."""
+        """Solve one rung: Sinkhorn's iteration, in float64 if needed, then Newton. `kept` iterations of each head's
+        limit are not used."""
         found = self._count(iterate(self.stage(heat), gamma, tolerance, self.left(kept), self.infeasibility, lse))
         if found.coarse and bool((self.left(kept) > 0).any()):
-            self.wide = True  # and stays so: colder rungs need more digits, not fewer
+            self.wide = True  # for all later rungs: they are colder and need more digits
             gamma = found.state.gamma
             found = self._count(iterate(self.stage(heat), gamma, tolerance, self.left(kept), self.infeasibility))
         done = found.arrived | self.infeasibility.heads | (self.left(kept) <= 0)
@@ -95,7 +96,7 @@ class _Search:
         return self._count(newton(stage, found.state.gamma, tolerance, self.left(kept), done, self.infeasibility))
 
     def left(self, kept: int = 0) -> Tensor:
-        """Iterations that the caller's limit leaves to each head, [B, H]."""
+        """The number of iterations that each head may still make, [B, H]."""
         return self.limit - kept - self.iterations
 
     def _count(self, found: Found) -> Found:
@@ -112,7 +113,7 @@ class _Search:
         peaked = found["entropy"].sum(-1) < PEAKED * log_keys.sum(-1)
         if not bool(peaked.any()):
             return found["lse"], []
-        # The ladder begins at the scores' own spread under the prior alone, which an extreme temperature gives.
+        # The ladder begins at the spread of the scores under the prior alone, measured at an extreme temperature.
         hot = 1e6
         flat = stage.engine.forward(dataclasses.replace(rows, temperature=hot), SPREAD)
         above = torch.where(found["support"] > 0, flat["max_scores"] + flat["cost"], 0.0)

@@ -1,4 +1,4 @@
-"""What each query ships and what each key receives, checked and made consistent."""
+"""What each query sends and what each key receives, checked and made consistent."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ class Groups:
 
 @dataclass
 class Marginals:
-    """What each query ships, what each key receives, and kappa = tau/rho. Queries and keys that have no admissible
-    counterpart ship and receive 0."""
+    """What each query sends, what each key receives, and kappa = tau/rho. A query without admissible keys sends 0, and
+    a key that is masked for every query receives 0."""
 
     row: Tensor  # a [B, H, Tq]
     column: Tensor  # b [B, H, Tk]
     kappa: Tensor  # [B|1, H|1, 1]
     groups: Groups
-    complete: bool = False  # every 0 follows from the prior: the caller gave no marginals
+    complete: bool = False  # the caller gave no marginals, so every 0 follows from the prior
 
     @classmethod
     def of(cls, backend: str, form: Form) -> Marginals:
-        """Differentiable in the marginals given, the temperature and rho."""
+        """The marginals of a form. Differentiable in the given marginals, the temperature and rho."""
         B, H, Tq, Tk = form.shape
         assert form.query is not None
         device, groups = form.query.device, Groups.of(form)
@@ -74,23 +74,23 @@ class Marginals:
             # Not "> 0": a NaN in the prior makes the support NaN, which must not count as masked everywhere.
             row = torch.where(solver.forward(prior, ("support",))["support"] != 0, row, 0.0)
             readers = plan_only(transposed(prior))
-            if form.row_mass is not None:  # a query that ships nothing reads nothing
+            if form.row_mass is not None:  # a query that sends nothing reads nothing
                 readers = one_sided(readers, torch.zeros_like(row), row.detach() > 0)
             keys = solver.forward(readers, ("support",))["support"] != 0
             if form.column_mass is not None:
                 _check_outlets(solver, prior, row.detach() > 0, keys & (form.column_mass.squeeze(2) > 0))
         relaxed = isinstance(form.marginal_parameter, Tensor) or form.marginal_parameter > 0
-        shipped = groups.total(row, groups.queries)  # [B, H, G]
+        sent = groups.total(row, groups.queries)  # [B, H, G]
         if form.column_mass is None:
             count = groups.total(keys.to(form.dtype), groups.keys).clamp(min=1)
-            column = torch.where(keys, groups.each(shipped / count, groups.keys), 0.0)
+            column = torch.where(keys, groups.each(sent / count, groups.keys), 0.0)
         else:
             column = torch.where(keys, form.column_mass.squeeze(2).expand(B, H, Tk), 0.0)
             if not relaxed:  # totals agree only up to rounding: rescale the columns
                 received = groups.total(column, groups.keys)
                 unread = (form.column_mass.squeeze(2) * ~keys).detach()
-                _check_totals(shipped.detach(), received.detach(), unread, groups.size > 1)
-                share = shipped / torch.where(received > 0, received, 1.0)
+                _check_totals(sent.detach(), received.detach(), unread, groups.size > 1)
+                share = sent / torch.where(received > 0, received, 1.0)
                 column = column * groups.each(share, groups.keys)
         kappa: Any = form.temperature / form.marginal_parameter if relaxed else 0.0
         if not isinstance(kappa, Tensor):
@@ -99,10 +99,10 @@ class Marginals:
         return cls(row, column, kappa.squeeze(3), groups, complete)
 
     def detached(self) -> Marginals:
-        """In float64, without a gradient: what the solver works on."""
+        """The marginals in float64 without a gradient, as the solver needs them."""
         row, column, kappa = (t.detach().double() for t in (self.row, self.column, self.kappa))
         groups = self.groups
-        if self.balanced:  # make the totals equal to the last digit: a difference could never be solved away
+        if self.balanced:  # make the totals equal to the last digit: no prices could remove a difference
             received = groups.total(column, groups.keys)
             share = groups.total(row, groups.queries) / torch.where(received > 0, received, 1.0)
             column = column * groups.each(share, groups.keys)
@@ -129,27 +129,27 @@ class Marginals:
         return torch.where(self.live, gamma - groups.each(mean, groups.keys), 0.0)
 
 
-def _check_totals(shipped: Tensor, received: Tensor, unread: Tensor, documents: bool) -> None:
-    off = (shipped - received).abs() > 1e-3 * torch.maximum(shipped, received)
+def _check_totals(sent: Tensor, received: Tensor, unread: Tensor, documents: bool) -> None:
+    off = (sent - received).abs() > 1e-3 * torch.maximum(sent, received)
     if bool(off.any()):
         where = " in a document" if documents else ""
         lost = int((unread > 0).any(0).any(0).sum())
         more = f"; {lost} keys that no query may read are to receive something, too" if lost else ""
         raise ValueError(
-            f"RowsAndColumns(column): expected to sum to what the queries ship{where}, {float(shipped[off][0]):.6g}, "
-            f"over the keys that can be read, got {float(received[off][0]):.6g}{more} (relax= takes unequal totals)"
+            f"RowsAndColumns(column): expected to sum to what the queries send{where}, {float(sent[off][0]):.6g}, "
+            f"over the keys that can be read, got {float(received[off][0]):.6g}{more} (relax= allows unequal totals)"
         )
 
 
-def _check_outlets(solver: Any, prior: Form, ships: Tensor, live: Tensor) -> None:
-    """Raise if a query that ships something may read no key that receives something."""
+def _check_outlets(solver: Any, prior: Form, sends: Tensor, live: Tensor) -> None:
+    """Raise if a query that sends mass may read no key that receives mass."""
     if bool(live.all()):
         return
     outlets = solver.forward(one_sided(prior, torch.zeros_like(live, dtype=prior.dtype), live), ("support",))["support"]
-    stuck = ships & (outlets == 0)
+    stuck = sends & (outlets == 0)
     if bool(stuck.any()):
         b, h, i = (int(n) for n in stuck.nonzero()[0])
         raise ValueError(
-            f"RowsAndColumns(column): expected every query that ships something to be able to read a key that is to "
-            f"receive some, got {int(stuck.sum())} that cannot, the first of them query {i} of head {h} of batch {b}"
+            f"RowsAndColumns(column): expected every query that sends mass to be able to read a key that receives "
+            f"mass, got {int(stuck.sum())} that cannot, the first of them query {i} of head {h} of batch {b}"
         )

@@ -1,10 +1,10 @@
-"""Newton's method on the dual, for plans on which Sinkhorn's iteration hardly moves.
+"""Newton's method on the dual, for plans on which Sinkhorn's iteration is too slow.
 
 At small temperatures a plan falls into groups of queries and keys that exchange almost nothing. Moving mass between two
-groups takes a common change of all prices in one group, and Sinkhorn's steps make it in tiny pieces. Newton's step
-M x = c - t (`Laplacian`) makes it at once. A step consists of
+groups takes a common change of all prices in one group, and Sinkhorn's steps make it in tiny pieces. One step of
+Newton, M x = c - t (`Laplacian`), makes the whole change. A step consists of
 
-1. conjugate gradients for x, with M damped by a fraction of diag(c) so that nearly separate groups do not run away;
+1. conjugate gradients for x, with M damped by a fraction of diag(c) so that nearly separate groups do not move too far;
 2. a line search along x: the dual is convex, so a point where it still falls along x is lower than the start;
 3. one step of Sinkhorn's, which corrects keys that receive almost nothing: Newton's quadratic model is wrong there.
 """
@@ -21,14 +21,14 @@ REACH = 30.0  # the largest change of a price in one step, in units of tau
 PRODUCTS = 200  # of conjugate gradients in one step
 TRIES = 12  # of the line search
 LONGER = 4.0  # by this factor, where a step was too short
-STEPS = 30  # give up after so many steps in which the residual has not fallen by a hundredth
+STEPS = 30  # stop after so many steps in which the residual has not fallen by 1 %
 
 
 def newton(
     stage: Stage, gamma: Tensor, tolerance: float, limit: Tensor, done: Tensor, infeasibility: Infeasibility
 ) -> Found:
-    """Improve the heads [B, H] that are not done, until their share is below the tolerance, nothing helps, or less is
-    left of their limit [B, H] than one step may take."""
+    """Improve the heads [B, H] that are not done, until their share is below the tolerance, stops falling, or their
+    limit [B, H] leaves no room for another step."""
     Tk = gamma.shape[-1]
     state = stage.at(gamma)
     iterations = (~done).long()
@@ -75,7 +75,7 @@ def _search(stage: Stage, state: State, x: Tensor, done: Tensor) -> tuple[State,
         tried += ~accepted
         here = -(trial.residual * x).sum(-1)
         lower = (here <= 0) | (trial.dual <= state.dual + 1e-4 * length * slope)
-        # Near the optimum rounding of the dual hides its fall: there, a derivative that has halved will do.
+        # Near the optimum rounding hides that the dual falls. There a derivative that has halved is enough.
         level = trial.dual <= state.dual + 1e-12 * (1 + state.dual.abs())
         lower = lower | (level & (here <= 0.5 * slope.abs()))
         good = ~accepted & trial.share.isfinite() & lower
@@ -83,11 +83,12 @@ def _search(stage: Stage, state: State, x: Tensor, done: Tensor) -> tuple[State,
         steep = good & (here < 0.9 * slope) & (lowered | (length == 1))
         accepted = accepted | (good & ~steep) | (lowered & ~good)
         lowered = lowered | good
-        shorter = slope.abs() / (slope.abs() + here.clamp(min=0))  # where a straight line between the slopes is 0
+        shorter = slope.abs() / (slope.abs() + here.clamp(min=0))  # where a line through the two slopes is 0
         length = length * torch.where(steep, LONGER, shorter.nan_to_num(0.1).clamp(0.1, 0.5))
     return found, tried
 
 
 def _centred(stage: Stage, gamma: Tensor) -> Tensor:
-    """Prices without their mean over each document, unless the columns are relaxed: it would only cost digits."""
+    """Prices without their mean over each document, unless the columns are relaxed. The mean has no effect and costs
+    digits."""
     return stage.marginals.centred(gamma, stage.marginals.column) if stage.marginals.balanced else gamma

@@ -1,4 +1,4 @@
-"""From a problem with both marginals to its rows: the keys' prices become one more prior."""
+"""Reduce a problem with both marginals to its rows: the keys' prices become one more prior."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ReducedToRows:
     form: Form
     row: Tensor | None  # [B, H, Tq] where it is not form.mass
     marginals: Marginals
-    gamma: Tensor  # [B, H, Tk], each document's mean 0 where nothing else fixes it
+    gamma: Tensor  # [B, H, Tk]; the mean over each document is 0, unless the columns are relaxed
     iterations: Tensor  # [B, H]
 
 
@@ -56,7 +56,7 @@ def reduce_to_rows(backend: str, form: Form) -> ReducedToRows:
             narrow.without_tensors(), tuple(slots), backend, (settings.max_iterations, settings.tolerance), found,
             marginals.detached(), marginals.row, marginals.column, marginals.kappa, *slots.values(),
         )  # fmt: skip
-        if marginals.balanced:  # no change of value, but the derivative of the centred prices
+        if marginals.balanced:  # the values stay, the derivative is that of the centred prices
             gamma = marginals.centred(gamma, marginals.column)
     else:
         gamma = _unrolled(backend, form, marginals, settings.iterations)
@@ -66,13 +66,13 @@ def reduce_to_rows(backend: str, form: Form) -> ReducedToRows:
 
 
 def _report(found: Prices, settings: ColumnSettings) -> None:
-    """Warn where the columns were not met, or raise if the caller asked for that."""
+    """Warn if columns were not met, or raise if the problem is `strict`."""
     off = found.share
     missed = ~(off <= settings.tolerance)  # NaN counts as missed
     if not bool(missed.any()):
         return
     where, worst = int(missed.sum()), float(off.max())
-    amount = f"{worst:.2e} of the mass is" if worst < math.inf else "more of the mass than float64 can tell may be"
+    amount = f"{worst:.2e} of the mass is" if worst < math.inf else "more of the mass than float64 can resolve may be"
     text = (
         f"RowsAndColumns: after {int(found.iterations.max())} iterations {amount} in a wrong column (tolerance "
         f"{settings.tolerance:.0e}) in {where} of {off.numel()} heads: {_reason(found, missed)}"
@@ -96,7 +96,8 @@ def _reason(found: Prices, missed: Tensor) -> str:
 
 
 def _unrolled(backend: str, form: Form, marginals: Marginals, iterations: int) -> Tensor:
-    """gamma after a fixed number of normalisations, except for the last one of the rows. Autograd records each pass."""
+    """gamma after a fixed number of normalisations, without the last normalisation of the rows. Autograd records each
+    pass."""
     queries, keys = marginals.row > 0, marginals.live
     log_row = torch.where(queries, marginals.row, 1.0).log()
     log_column = torch.where(keys, marginals.column, 1.0).log()

@@ -1,4 +1,4 @@
-"""One two-sided problem at one temperature and in one precision: what a pair of passes tells about prices.
+"""One two-sided problem at one temperature and in one precision: what a pair of passes computes for given prices.
 
 At prices gamma (in units of tau) the rows are solved exactly, and the columns receive c:
 
@@ -38,7 +38,7 @@ EPS = torch.finfo(torch.float64).eps
 
 @dataclass(frozen=True)
 class State:
-    """What one pair of passes tells about the prices gamma. Everything is float64."""
+    """The result of one pair of passes at the prices gamma, in float64."""
 
     gamma: Tensor  # [B, H, Tk]
     phi: Tensor  # [B, H, Tq]
@@ -54,7 +54,7 @@ class State:
         return torch.stack([t.abs().amax(-1) for t in (self.phi, self.received, self.gamma)]).amax(0)
 
     def blind(self, tolerance: float) -> Tensor:
-        """Heads whose prices are so large that float64 cannot resolve the tolerance. Their share means nothing."""
+        """Heads whose prices are so large that float64 cannot resolve the tolerance. Their share is meaningless."""
         return EPS * self.size > tolerance
 
     def where(self, condition: Tensor, other: State) -> State:
@@ -95,7 +95,7 @@ class Stage:
         return self.engine.forward(form, ("lse",))["lse"].double()
 
     def at(self, gamma: Tensor, lse: Tensor | None = None) -> State:
-        """Both passes. The rows' lse saves the first of them where it is known."""
+        """The state at prices gamma, by both passes. If the rows' lse is given, the first pass is skipped."""
         marginals = self.marginals
         lse = self._lse(self.rows(gamma)) if lse is None else lse.double()
         phi = torch.where(self.queries, lse - marginals.row.log(), 0.0)
@@ -126,26 +126,27 @@ class Stage:
         return self._shifted(gamma) if not marginals.balanced else gamma
 
     def _shifted(self, gamma: Tensor) -> Tensor:
-        """Relaxed prices, all shifted so that a document's keys ask for what its queries ship. Along this direction
-        alone Sinkhorn's own steps are slow if rho is large."""
+        """Relaxed prices, shifted by one number per document so that the targets of its keys sum to what its queries
+        send. In this direction alone Sinkhorn's own steps are slow if rho is large."""
         groups = self.marginals.groups
-        asked = groups.total(self.marginals.target(gamma, self.kappa), groups.keys)
-        shipped = groups.total(self.marginals.row, groups.queries)
-        both = (asked > 0) & (shipped > 0)
-        ratio = torch.where(both, shipped, 1.0) / torch.where(both, asked, 1.0)
+        target = groups.total(self.marginals.target(gamma, self.kappa), groups.keys)
+        sent = groups.total(self.marginals.row, groups.queries)
+        both = (target > 0) & (sent > 0)
+        ratio = torch.where(both, sent, 1.0) / torch.where(both, target, 1.0)
         shift = ratio.log() / torch.where(self.kappa > 0, self.kappa, 1.0)
         return torch.where(self.marginals.live, gamma + groups.each(shift, groups.keys), 0.0)
 
 
 @dataclass(frozen=True)
 class Found:
-    """Where a method ended: the last state that it accepted, which heads [B, H] arrived, and what each took."""
+    """The end of a method: the last state that it accepted, which heads [B, H] met the tolerance, and their
+    iterations."""
 
     state: State
     arrived: Tensor
     iterations: Tensor  # pairs of passes
     coarse: bool = False  # float32 could not resolve the tolerance
-    stuck: Tensor | None = None  # heads that gave up because nothing helped
+    stuck: Tensor | None = None  # heads that stopped because the share no longer fell
 
 
 @dataclass
@@ -167,8 +168,8 @@ class Laplacian:
         self.live = marginals.live
         self.received = torch.where(self.live, (state.received - state.gamma).exp(), 0.0)  # c
         self.diagonal = self.received * (1 + damping) + stage.kappa * torch.where(self.live, state.target, 0.0)
-        # What M has on its diagonal: a key's own weight in its queries counts for nothing. In sparse plans that is
-        # nearly all of c, and a preconditioner that left it in would be far too large.
+        # The diagonal of M: the weight that a key has in its own queries is subtracted. In sparse plans that is nearly
+        # all of c, and without it the preconditioner would be far too large.
         twice = 2 * state.phi + torch.where(stage.queries, marginals.row, 1.0).log()
         loops = stage.engine.forward(stage._priced(squared(stage.turned), twice, stage.queries), ("lse",))["lse"]
         loops = torch.where(self.live, (loops.double() - 2 * state.gamma).exp(), 0.0)
@@ -184,17 +185,17 @@ class Laplacian:
         return torch.where(self.live, self.diagonal * x - self.received * back.double(), 0.0)
 
     def centred(self, x: Tensor) -> Tensor:
-        """x without its mean over each document, which M does not see (unless the columns are relaxed)."""
+        """x without its mean over each document, which M maps to 0 (unless the columns are relaxed)."""
         return self.marginals.centred(x, self.received) if self.balanced else x
 
     def solve(
         self, rhs: Tensor, tolerance: Tensor | float, limit: Tensor | int, done: Tensor | None = None
     ) -> Solution:
-        """Conjugate gradients, until the preconditioned residual is `tolerance` times what it was, or for `limit`
-        products. Both may be given for each head, [B, H]."""
+        """Conjugate gradients, until the preconditioned residual has fallen to `tolerance` times its start, or for
+        `limit` products. Both may be given for each head, [B, H]."""
         groups = self.marginals.groups
         r = torch.where(self.live, rhs.double(), 0.0)
-        if self.balanced:  # M's range: what a document's keys gain others lose
+        if self.balanced:  # project to M's range: the sum over each document is 0
             total = groups.total(self.received, groups.keys)
             excess = groups.total(r, groups.keys) / torch.where(total > 0, total, 1.0)
             r = r - self.received * groups.each(excess, groups.keys)

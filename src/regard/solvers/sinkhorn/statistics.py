@@ -16,23 +16,23 @@ from ...statistics import COLUMN_STATISTICS, DIFFERENTIABLE
 from .reduction import ReducedToRows, reduce_to_rows
 from .views import one_sided, own_head, per_head, plan_only
 
-_SCALED = ("max_weight", "first_key_mass", "mass", "cost")  # proportional to what a row ships
+_SCALED = ("max_weight", "first_key_mass", "mass", "cost")  # proportional to what a row sends
 
 
 def attend(backend: str, form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Output and statistics (defined in `statistics`), computed from those of the one-sided plan."""
     solved = reduce_to_rows(backend, form)
     rows, a = solved.form, solved.row
-    asked = set(names) - {"lse", "value", "kl", *COLUMN_STATISTICS}
+    needed = set(names) - {"lse", "value", "kl", *COLUMN_STATISTICS}
     if a is not None:
-        asked -= {"key_mass"}
+        needed -= {"key_mass"}
         if "value_spread" in names:
-            asked |= {"out"}
+            needed |= {"out"}
     if "value" in names:
-        asked |= {"dual"}
+        needed |= {"dual"}
     if "kl" in names:
-        asked |= {"cost", "support"}
-    found = autograd.run(backend, rows, tuple(sorted(asked))) if asked else {}
+        needed |= {"cost", "support"}
+    found = autograd.run(backend, rows, tuple(sorted(needed))) if needed else {}
     results = {name: found[name] for name in names if name in found}
     if a is not None:
         scale = a.to(rows.dtype)
@@ -55,13 +55,13 @@ def attend(backend: str, form: Form, names: tuple[str, ...]) -> dict[str, Tensor
 def _column_sums(engine: Backend, rows: Form, a: Tensor) -> Tensor:
     """What each key receives, sum_i a_i p_ij [B, H, Tk], summed over the plan's own weights.
 
-    exp(L - gamma) would be the same number, but has no true digits where prices are large. The sum is computed as the
-    gradient of sum_ij a_i p_ij x_j in the values x."""
+    exp(L - gamma) would be the same number, but has no correct digits where prices are large. The sum is computed as
+    the gradient of sum_ij a_i p_ij x_j in the values x."""
     B, H, _, Tk = rows.shape
     group = rows.group
     with torch.no_grad():
         rows = dataclasses.replace(rows, value=per_head(rows, a.new_zeros(B, H, Tk)))
-        own = torch.eye(group, dtype=rows.dtype, device=a.device).repeat(H // group, 1)  # [H, group]: each head its own
+        own = torch.eye(group, dtype=rows.dtype, device=a.device).repeat(H // group, 1)  # [H, group]: one-hot
         incoming = {"out": a.to(rows.dtype)[..., None] * own[:, None]}
         outputs = engine.forward(rows, ("out", *(n for n in engine.saved(rows, ("out",)) if n != "out")))
         found = engine.backward(rows, ("value",), outputs, incoming)["value"]  # [B, Hkv, Tk, group]
@@ -71,7 +71,7 @@ def _column_sums(engine: Backend, rows: Form, a: Tensor) -> Tensor:
 def _others(
     backend: str, form: Form, names: tuple[str, ...], solved: ReducedToRows, found: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The statistics that the one-sided plan does not have, or defines by another prior."""
+    """The statistics that the one-sided plan does not have or computes with another prior."""
     engine, rows, marginals = BACKENDS[backend], plan_only(solved.form), solved.marginals.detached()
     rows = rows.detached()
     gamma, a = solved.gamma.detach().double(), marginals.row

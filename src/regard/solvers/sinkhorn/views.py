@@ -93,7 +93,7 @@ def per_head(form: Form, x: Tensor) -> Tensor:
 
 
 def own_head(form: Form, out: Tensor) -> Tensor:
-    """From outputs [B, H, Tq, group] of such values, each head's own: [B, H, Tq]."""
+    """Select each head's own entry of outputs [B, H, Tq, group] of such values: [B, H, Tq]."""
     B, H, Tq, group = out.shape
     return out.view(B, H // group, group, Tq, group).diagonal(dim1=2, dim2=4).mT.reshape(B, H, Tq)
 
