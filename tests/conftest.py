@@ -1,4 +1,5 @@
-"""REGARD_ENGINE=path tests another build of the native engine than the installed one (`make sanitize`, `make clang`).
+"""Fixtures and options of all tests. REGARD_ENGINE=path tests another build of the native engine than the installed one
+(`make sanitize`, `make clang`).
 
 Tests of the kernels use the fixture `isa`, which runs them on each instruction set of this machine, and `poison`, which
 fills fresh memory with NaN. In a module that tests several backends, `pytestmark = pytest.mark.each_isa` runs the cases
@@ -15,11 +16,11 @@ from pathlib import Path
 import pytest
 
 
-def _tame_amx():
-    """Keep PyTorch from AMX where the processor announces its instructions and then refuses them.
+def _disable_broken_amx():
+    """Disable AMX in PyTorch if the processor reports it but does not execute it.
 
-    Some virtual machines do: there, PyTorch's own products in bfloat16 end the process with SIGILL. A process of its
-    own finds out; oneDNN reads the variable when PyTorch first uses it, and test workers inherit it."""
+    On some virtual machines PyTorch's own products in bfloat16 end the process with SIGILL. A new process tests this.
+    oneDNN reads the variable when PyTorch first uses it, and test workers inherit it."""
     name, flags = "ONEDNN_MAX_CPU_ISA", Path("/proc/cpuinfo")
     if name in os.environ or not flags.exists() or "amx_bf16" not in flags.read_text():
         return
@@ -27,10 +28,10 @@ def _tame_amx():
     if subprocess.run([sys.executable, "-c", code], capture_output=True).returncode < 0:
         os.environ[name] = "AVX512_CORE_BF16"
     else:
-        os.environ[name] = "DEFAULT"  # looked at already
+        os.environ[name] = "DEFAULT"  # tested already
 
 
-_tame_amx()
+_disable_broken_amx()
 
 import torch  # noqa: E402 - before the engine: its OpenMP runtime is the one that the engine finds
 
@@ -50,13 +51,13 @@ except ImportError:
 
 @pytest.fixture(autouse=True)
 def _seeded():
-    """What a test draws does not depend on the tests before it."""
+    """Seed the generator, so that a test does not depend on the tests before it."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(params=ISAS)
 def isa(request):
-    """The test on each instruction set of this machine; "each": it goes through them by itself."""
+    """Run the test on each instruction set of this machine. With "each", the test itself loops over them."""
     before = engine.isa()
     if request.param != "each":
         engine.use(request.param)
@@ -75,17 +76,17 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(items):
-    def wanted(item):
+    def selected(item):
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         native = any(isinstance(value, str) and value == "native" for value in parameters.values())
         return native or not item.get_closest_marker("each_isa") or parameters.get("isa") in (None, ISAS[0])
 
-    items[:] = [item for item in items if wanted(item)]
+    items[:] = [item for item in items if selected(item)]
 
 
 @pytest.fixture
 def poison(monkeypatch):
-    """Fresh memory holds NaN (integers: 255, whose bytes read as NaN)."""
+    """Fill new memory with NaN (integers: 255, whose bytes read as NaN)."""
     plain = torch.empty
 
     def empty(*args, **kwargs):
@@ -101,7 +102,7 @@ def poison(monkeypatch):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """How many tests of the report page were not run for want of a browser."""
+    """Print how many tests of the report page were skipped because there is no browser."""
     skipped = [r for r in terminalreporter.stats.get("skipped", []) if "no browser: " in str(r.longrepr)]
     if skipped:
         reason = str(skipped[0].longrepr[2]).partition("no browser: ")[2]

@@ -17,7 +17,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ co
 
 
 def run(*command: str, **options) -> str:
-    """The output of a command; a failure shows it."""
+    """Run a command and return its output. If it fails, the output is shown."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -33,11 +33,12 @@ def test_every_header_compiles_alone():
 @needs_compiler
 @pytest.mark.skipif(CMAKE is None, reason="there is no CMake here")
 def test_kernels():
-    """Built in build/kernel_tests, where a second run finds what has not changed, and run on each instruction set."""
+    """Built in build/kernel_tests, so that a second run rebuilds only changed files, and run on each instruction
+    set."""
     build = ROOT / "build" / "kernel_tests"
     options = ["-DREGARD_KERNEL_TESTS=ON", f"-DPython_EXECUTABLE={sys.executable}"]
     configure = [str(CMAKE), "-S", str(ROOT), "-B", str(build), *options]
-    if subprocess.run(configure, capture_output=True).returncode:  # of another environment: begin again
+    if subprocess.run(configure, capture_output=True).returncode:  # made in another environment: build again
         shutil.rmtree(build)
         run(*configure)
     run(str(CMAKE), "--build", str(build), "--target", "kernel_tests", "-j2")

@@ -1,4 +1,5 @@
-"""Attention by features on the native engine: the definition, gradients, threads, instruction sets, refusals."""
+"""Attention by features on the native engine: against the definition, gradients, threads, instruction sets, declined
+calls."""
 
 import math
 
@@ -17,7 +18,7 @@ pytestmark = [
     pytest.mark.usefixtures("isa", "poison"),
 ]
 
-# Tq, Tk, H, Hkv, Dv: within a chunk (48 rows) and over several, over blocks (384), keys before, too few, odd sizes
+# Tq, Tk, H, Hkv, Dv: one chunk (48 rows), several chunks, several blocks (384), more keys than rows, fewer, odd sizes
 SHAPES = [(5, 5, 2, 2, 6), (100, 100, 4, 2, 7), (50, 450, 2, 1, 17), (130, 50, 2, 2, 1), (900, 900, 1, 1, 8)]
 
 
@@ -45,15 +46,15 @@ def test_equal_to_the_definition(name, causal):
             kwargs = {"scale": 0.7, "key_mask": mask, "alignment": alignment}
             out, *found = grads_of(module, [q, k, v], grad, causal, backend="native", **kwargs)
             close(out, definition(module, q, k, v, causal, 0.7, mask, offset)[0], 1e-11)
-            _, *wanted = grads_of(module, [q, k, v], grad, causal, backend="torch", **kwargs)
-            for a, b in zip(found, wanted, strict=True):
-                close(a, b, 1e-10)  # (whose own gradients test_features.py checks)
+            _, *expected = grads_of(module, [q, k, v], grad, causal, backend="torch", **kwargs)
+            for a, b in zip(found, expected, strict=True):
+                close(a, b, 1e-10)  # test_features.py checks the gradients of this backend
 
 
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_no_further_off_than_pytorch(name, dtype):
-    """Output and gradients against float64, beside PyTorch's own at the same dtype."""
+def test_error_is_not_larger_than_pytorch(name, dtype):
+    """Output and gradients against float64, compared with the error of PyTorch's operations at the same dtype."""
     module = MAPS[name]()
     for Tq, Tk, H, Hkv, Dv in SHAPES[1:]:
         given = tensors(Tq, Tk, H=H, Hkv=Hkv, Dv=Dv, dtype=dtype)
@@ -113,13 +114,14 @@ def test_gradients(name, causal):
         return module(q, k, v, causal, enable_gqa=True, backend="native")
 
     assert torch.autograd.gradcheck(call, (q, k, v))
-    assert torch.autograd.gradgradcheck(call, (q, k, v), fast_mode=True)  # the second order is PyTorch's
+    assert torch.autograd.gradgradcheck(call, (q, k, v), fast_mode=True)  # PyTorch computes the second order
     v.requires_grad_(False)
     assert torch.autograd.gradcheck(lambda k: call(q, k, v), k, check_batched_grad=True)
 
 
 def test_keys_of_very_different_sizes():
-    """exp(-|k|^2/2) far below float32's smallest number, before and behind ordinary keys; so in the gradient."""
+    """exp(-|k|^2/2) is far below float32's smallest number, before and after ordinary keys. Output and gradients are
+    right."""
     q, k, v = tensors(130, dtype=torch.float32)
     k[:, :, :5] *= 12
     k[:, :, 9] *= 25
@@ -130,13 +132,13 @@ def test_keys_of_very_different_sizes():
         exact = definition(module, q.double(), k.double(), v.double(), causal)[0]
         out, *found = grads_of(module, [q, k, v], grad, causal, backend="native")
         close(out.double(), exact, 1e-4)
-        want = grads_of(module, [t.double() for t in (q, k, v)], grad.double(), causal, backend="torch")[1:]
-        for a, b in zip(found, want, strict=True):
+        expected = grads_of(module, [t.double() for t in (q, k, v)], grad.double(), causal, backend="torch")[1:]
+        for a, b in zip(found, expected, strict=True):
             close(a.double(), b, 1e-4 * max(1.0, float(b.abs().max())))
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_the_future_is_not_seen(name):
+def test_later_keys_do_not_change_causal_rows(name):
     q, k, v = tensors(130, dtype=torch.float32)
     module = MAPS[name]()
     out = module(q, k, v, True, backend="native")
@@ -152,8 +154,8 @@ def test_empty_and_rows_without_keys():
         for causal in (False, True):
             out = module(q, k[:, :, :0], v[:, :, :0], causal, backend="native")
             assert out.shape == (2, 4, 9, 6) and not out.any()
-            nobody = module(q, k, v, causal, key_mask=torch.zeros(9, dtype=torch.bool), backend="native")
-            assert not nobody.any() and not any(g.any() for g in torch.autograd.grad(nobody.sum(), (q, k, v)))
+            masked = module(q, k, v, causal, key_mask=torch.zeros(9, dtype=torch.bool), backend="native")
+            assert not masked.any() and not any(g.any() for g in torch.autograd.grad(masked.sum(), (q, k, v)))
 
 
 def test_a_redraw_before_backward_changes_nothing():
@@ -173,7 +175,7 @@ class Softplus(LinearAttention):
         return torch.nn.functional.softplus(x), None
 
 
-def test_what_it_declines_it_refuses():
+def test_a_named_backend_raises_for_what_it_declines():
     q, k, v = tensors(9)
     module = LinearAttention()
     with pytest.raises(NotImplementedError, match='backend "native" cannot serve this problem: computes no statistics'):
@@ -191,7 +193,7 @@ def test_what_it_declines_it_refuses():
     assert module(*(t.to("meta") for t in (q, k, v))).shape == v.shape
 
 
-def test_it_is_what_a_call_takes(monkeypatch):
+def test_auto_chooses_the_native_engine(monkeypatch):
     seen = []
     monkeypatch.setattr(features, "forward", lambda *a: seen.append(a[0].map) or real(*a))
     q, k, v = tensors(9, dtype=torch.float32)
@@ -204,7 +206,7 @@ def test_it_is_what_a_call_takes(monkeypatch):
 real = features.forward
 
 
-def test_tracing_sees_what_is_computed():
+def test_tracing_records_the_computation():
     from torch.fx.experimental.proxy_tensor import make_fx
 
     module = LinearAttention()

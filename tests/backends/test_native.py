@@ -1,6 +1,6 @@
 """The native engine against the definition in float64: every statistic, every gradient, on every instruction set here.
 
-The tolerance is a multiple of what the definition itself loses in the same dtype, plus a floor of a few float32 units.
+The tolerance is a multiple of the reference backend's own error in the same dtype, plus a few float32 units.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ FACTOR, FLOOR = 4.0, 4e-6
 
 
 def error(found, truth, together=False):
-    """Largest error, relative to 1 + |truth|, or to the largest of them `together`; equal infinities and NaN do not
-    count."""
+    """Largest error, relative to 1 + |truth| of each entry, or with `together` of the largest entry. Equal infinities
+    and NaN do not count."""
     found = found.double()
     same = (found == truth) | (found.isnan() & truth.isnan())
     size = truth.abs().max() if together and truth.numel() else truth.abs()
@@ -43,7 +43,7 @@ def raised(value, dtype):
 
 
 class Case:
-    """Tensors (leaves) by name, and how the call is made of them."""
+    """Tensors (leaves) by name, and a function that makes the arguments of a call from them."""
 
     def __init__(self, tensors, call, statistics=NAMES, **fixed):
         self.tensors, self.call, self.statistics, self.fixed = tensors, call, statistics, fixed
@@ -77,14 +77,14 @@ class Case:
         truth = self.run("torch", torch.float64, gradients)
         self.judge(found, truth, self.run("torch", gradients=gradients))
 
-    differences: tuple[str, ...] = ("value_spread", "cost")  # of larger numbers, summed key after key
-    many = 5  # what that costs
+    differences: tuple[str, ...] = ("value_spread", "cost")  # differences of larger numbers, summed key by key
+    many = 5  # how much more error they may have
 
     def judge(self, found, truth, plain, factor=FACTOR):
         half = self.tensors["q"].dtype in (torch.bfloat16, torch.float16)
         for name, value in found.items():
             total = max(1.0, truth[name].abs().nan_to_num(posinf=0).max().item()) if name.startswith("grad") else 1.0
-            # Gradients of shared parameters are long sums: what counts is the size of what was added up.
+            # Gradients of shared parameters are long sums, so the error is relative to the largest entry.
             shared = name.startswith("grad") and name not in ("grad q", "grad k", "grad v")
             lost = error(plain[name], truth[name], shared)
             floor = FLOOR * (20 if shared else 5 if total > 1 else self.many if name in self.differences else 1)
@@ -97,7 +97,7 @@ class Case:
 
 
 def heads(generator, B, H, T, D, layout, dtype):
-    """[B, H, T, D] as models lay it out."""
+    """[B, H, T, D] in one of the memory layouts that models use."""
     if layout == "bhtd":
         return torch.randn(B, H, T, D, generator=generator).to(dtype)
     if layout == "bthd":
@@ -209,7 +209,7 @@ def test_dtypes(name, dtype):
 @pytest.mark.parametrize(("D", "Dv"), [(64, 64), (80, 24), (33, 50)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_decoding_in_half_types(dtype, D, Dv):
-    """Few rows read keys and values as they lie, in an order of their own."""
+    """Calls with few rows read keys and values in place, in another order."""
     for Tq, Tk in ((1, 75), (2, 1500)):
         tensors, call = PROBLEMS["causal"](4, Tq, Tk)
         Case(qkv(2, Hkv=1, Tq=Tq, Tk=Tk, D=D, Dv=Dv, dtype=dtype) | tensors, call).check()
@@ -253,7 +253,8 @@ def test_variances_survive_a_common_offset():
 @pytest.mark.parametrize("Tq", [1, 40])
 @pytest.mark.parametrize("marginal", [Rows(), Rows(sink=20.0), Rows(relax=1.5)], ids=["rows", "sink", "relax"])
 def test_scores_that_rise_along_the_keys(marginal, Tq):
-    """Sums are brought to a new reference only when the scores have risen by much: here by less, just so, and more."""
+    """Sums are rescaled only when scores have risen by more than a threshold. Here they rise by less, as much, and
+    more."""
     tensors = qkv(8, H=2, Tq=Tq, Tk=600, D=8, Dv=8)
     rise = torch.tensor([0.0, 0.5, 2.0, 2.7, 2.8, 5.0])  # SLACK is 4 in base 2: 2.77
     tensors["q"][..., 0] = 8**0.5
@@ -262,7 +263,7 @@ def test_scores_that_rise_along_the_keys(marginal, Tq):
 
 
 @pytest.mark.parametrize("kind", ["padding", "documents", "float", "causal"])
-def test_rubbish_in_unread_keys_stays_out(kind):
+def test_invalid_values_in_masked_keys_have_no_effect(kind):
     T = 130
     tensors = qkv(6, Tq=T, Tk=T)
     unread = torch.zeros(T, dtype=torch.bool)
@@ -282,13 +283,13 @@ def test_rubbish_in_unread_keys_stays_out(kind):
     case = Case(tensors, lambda: call)
     clean = case.run("native")
     for name in ("k", "v"):
-        for rubbish in (math.nan, math.inf, 1e4, -1e25):
+        for invalid in (math.nan, math.inf, 1e4, -1e25):
             spoilt = dict(tensors)
             spoilt[name] = tensors[name].clone()
-            spoilt[name][:, :, unread] = rubbish
+            spoilt[name][:, :, unread] = invalid
             found = Case(spoilt, lambda: call).run("native")
             for n, value in found.items():
-                assert torch.equal(value, clean[n]), (n, rubbish)
+                assert torch.equal(value, clean[n]), (n, invalid)
 
 
 def test_rows_without_keys():
@@ -323,12 +324,12 @@ def test_threads_do_not_change_a_bit(name, shape):
             assert torch.equal(value, one[n]), n
 
 
-# --- Tsallis and Fermi-Dirac: a price to be found ---------------------------------------------------------------------
+# --- Tsallis and Fermi-Dirac: the price is searched -------------------------------------------------------------------
 
 each_isa = pytest.mark.parametrize("isa", ["each"], indirect=True)
 
-# Numbers have kernels of their own (2, 1.5) or share one; tensors differ by row and have a gradient. Orders near 1 are
-# computed as a distance from KL, and a tensor that has one all together.
+# The orders 2 and 1.5 have their own kernels, and other numbers share one. Tensors differ by row and have a gradient.
+# Orders near 1 are computed as a distance from KL; so is a whole tensor if one of its orders is near 1.
 LINKS = {str(alpha): lambda H, alpha=alpha: ({}, lambda: Tsallis(alpha)) for alpha in (1.05, 1.3, 1.5, 1.8, 2.0, 2.5)}
 LINKS |= {
     "per head": lambda H: ({"alpha": torch.linspace(1.3, 2.0, H)}, lambda alpha: Tsallis(alpha)),
@@ -338,16 +339,16 @@ LINKS |= {
 
 
 class Linked(Case):
-    """A case of another regulariser than KL, on each instruction set beside one run of the definition."""
+    """A case with a regulariser other than KL. `check` compares each instruction set with one run of the definition."""
 
     differences = ("value_spread", "cost", "score_variance", "kl")
-    many = 12  # measured from the best key, not from the mean, and over more than a thousand keys
+    many = 12  # they are measured from the best key, not from the mean, over a thousand keys and more
 
     def __init__(self, link, tensors, call, statistics=None, marginal=None, **fixed):
         own, regularizer = LINKS[link](tensors["q"].shape[1])
         names = tuple(own)
 
-        def meant(given):  # Fermi-Dirac: a free marginal, with the given one's parameter
+        def meant(given):  # Fermi-Dirac needs a free marginal: keep the parameter
             if marginal is not None or link != "fermi" or isinstance(given, Free):
                 return marginal or given
             return Free(next((level for level in (given.sink, given.relax) if level is not None), -1.0))
@@ -361,9 +362,9 @@ class Linked(Case):
             }
 
         super().__init__(tensors | own, made, statistics or tuple(n for n in NAMES if n != "lse"), **fixed)
-        # From alpha = 2 on the gradient's weights y^(beta - 1) do not vanish at the edge of the support, above it they
-        # grow without bound, and the entropy's gradient has log p there: a unit in the last place of a score at the
-        # edge is any number in the gradient, in the definition as well, but at another key.
+        # For alpha >= 2 the weights y^(beta - 1) in the gradient do not vanish at the edge of the support. Above 2 they
+        # grow without bound, and the gradient of the entropy contains log p. So the last bit of a score at the edge can
+        # change the gradient by any amount, in the reference backend as well, but there at another key.
         self.jumps = link in ("2.0", "2.5", "per head")
         self.factor = 30 if self.jumps else FACTOR
 
@@ -372,10 +373,10 @@ class Linked(Case):
         for isa in engine.isas():
             engine.use(isa)
             found = self.run("native", gradients=gradients)
-            # A key at the edge of the support has weight or has none, as the last bit of its score will have it.
+            # The last bit of the score decides whether a key at the edge of the support has weight.
             off, lost = ((x.pop("support").double() - truth["support"]).abs() for x in (found, dict(plain)))
             assert off.numel() == 0 or not support or off.max() <= 1 + 2 * lost.max(), ("support", off.max())
-            if self.jumps and off.sum() + lost.sum() > 0:  # from alpha = 2 on it comes into the gradient with a jump
+            if self.jumps and off.sum() + lost.sum() > 0:  # for alpha >= 2 the gradient jumps there
                 found = {n: t for n, t in found.items() if not n.startswith("grad")}
             self.judge(found, truth, plain, self.factor)
 
@@ -391,7 +392,7 @@ def test_links_with_every_marginal(link, marginal):
         "mass": ({}, lambda: {"problem": Transport(marginal=Rows(mass=2.5))}),
         "sink": ({"b": normal(1, 4)}, lambda b: {"problem": Transport(marginal=Rows(sink=b))}),
         "relax": ({"rho": uniform(2, 4) + 1}, lambda rho: {"problem": Transport(marginal=Rows(relax=rho))}),
-        # 1/(alpha - 1) is where a score of 0 has weight 1
+        # a score of 0 has weight 1 at the offset 1/(alpha - 1)
         "free": ({"b": 1 / (least - 1) - uniform(3, 4)}, lambda b: {"problem": Transport(marginal=Free(b))}),
     }[marginal]
     Linked(link, qkv(1, Tq=50, Tk=70, D=17, Dv=9, layout="bthd") | tensors, call).check()
@@ -425,9 +426,9 @@ def test_links_agree_with_the_definition(name, shape):
     tensors, call = ALL[name](4, shape["Tq"], shape["Tk"])
     turn = list(ALL).index(name) + 2 * SHAPES.index(shape)
     for link in (TURNS[turn % 8], TURNS[(turn + 4) % 8]):
-        # Free rows: a weight is a power of the score itself, and near alpha = 1 all of them are all but 0.
+        # In free rows a weight is a power of the score itself. Near alpha = 1 all weights are almost 0.
         if not (name == "free" and link != "fermi"):
-            # Slopes this steep bring the prior below 1e-38, which is 0 here and a denormal number in PyTorch.
+            # Such steep slopes bring the prior below 1e-38, which is 0 in the engine and a denormal number in PyTorch.
             Linked(link, qkv(1, **shape) | tensors, call).check(support=name != "softcap")
 
 
@@ -449,13 +450,13 @@ def test_links_dropout(name, link):
 
 
 def spread(seed, factor, **shape):
-    """Queries that spread their scores: the larger, the fewer keys have weight."""
+    """Queries times a factor. The larger the factor, the fewer keys have weight."""
     tensors = qkv(seed, **shape)
     tensors["q"] = tensors["q"] * (factor if isinstance(factor, float) else factor[:, None])
     return tensors
 
 
-# How many keys have weight decides the path: lists per row, a panel of all keys, or each for some rows of a call.
+# The number of keys with weight decides the path: lists per row, a panel of all keys, or both for different rows.
 PATHS = {
     "lists": 6.0,
     "panel": 0.01,
@@ -474,7 +475,7 @@ def test_links_paths(path, link):
 
 
 def kept(monkeypatch):
-    """The lists (csrc/engine/sparse_rows.h) that forward passes keep from now on."""
+    """A list that collects the key lists (csrc/engine/sparse_rows.h) that later forward passes store."""
     found, forward = [], BACKENDS["native"].forward
 
     def noted(form, names):
@@ -490,7 +491,7 @@ def kept(monkeypatch):
 @pytest.mark.parametrize("link", ["1.3", "1.5", "2.0", "per head, near 1"])
 @pytest.mark.parametrize("sizes", [(16, 32), (16, 10), (7, 16)])
 def test_links_backward_from_lists(link, sizes, monkeypatch):
-    """Where rows have few keys these are kept for backward, pairs read where they lie or, other sizes, padded."""
+    """Rows with few keys store them for backward. Pairs are read in place, or padded for other sizes."""
     lists = kept(monkeypatch)
     shape = {"B": 2, "H": 2, "Hkv": 1, "Tq": 61, "Tk": 700, "D": sizes[0], "Dv": sizes[1]}
     tensors, call = PROBLEMS[{"1.5": "causal", "2.0": "sink"}.get(link, "plain")](2, 61, 700)
@@ -537,11 +538,11 @@ def keys_times(factor):
 
 
 def zeros(tensors):
-    tensors["q"][:, :, 58, 1:] = 0  # among the last rows: the first are looked at
+    tensors["q"][:, :, 58, 1:] = 0  # among the last rows: `were_screened` reads the first rows
     tensors["k"][:, :, 300:500] = 0
 
 
-# Keys in 16 bits (csrc/links/int16_prefilter.h): what makes them coarse, what they are combined with.
+# The 16-bit prefilter (csrc/links/int16_prefilter.h): keys that make it coarse, and problems that it is combined with.
 SCREENED = {
     "one large key": keys_times(lambda j: torch.where(j == 700, 20.0, 1.0)),
     "large keys here and there": keys_times(lambda j: torch.where(j % 200 == 3, 10.0, 1.0)),
@@ -560,11 +561,11 @@ WIDE = {
 }
 
 
-ROWS = 193  # of one head: so many that its keys are screened, whatever the vectors' length
+ROWS = 193  # enough rows of one head for the prefilter at any vector length
 
 
 def were_screened(lists):
-    """Whether the first rows of each head found their keys in 16 bits, in every pass."""
+    """Whether the first rows of each head used the 16-bit prefilter in every pass."""
     return lists and all((x.view(torch.int32)[:, :, 0, 0] & 512 > 0).all() for x in lists)
 
 
@@ -584,7 +585,7 @@ def test_links_screened_keys(kind, link, monkeypatch):
 @each_isa
 @pytest.mark.parametrize("link", ["1.3", "1.5", "2.0"])
 def test_links_screened_keys_without_room(link, monkeypatch):
-    """Each key scores higher than those before: all of them are candidates for some time."""
+    """Each key scores higher than those before it, so that every key is a candidate for some time."""
     lists = kept(monkeypatch)
     tensors = spread(6, 6.0, B=1, H=2, Hkv=1, Tq=61, Tk=1500)
     tensors["q"] = tensors["q"].abs()
@@ -601,7 +602,7 @@ def test_links_screened_keys_without_room(link, monkeypatch):
         {"D": 33, "layout": "cut"},
         {"D": 16, "layout": "bthd", "dtype": torch.bfloat16},
         {"D": 20, "dtype": torch.float16},
-        {"D": 256, "Tk": 4096, "Tq": ROWS, "H": 18, "Hkv": 18},  # more heads than are in 16 bits at a time
+        {"D": 256, "Tk": 4096, "Tq": ROWS, "H": 18, "Hkv": 18},  # more heads than the prefilter holds at a time
         {"D": 8, "Tk": 70000, "Tq": ROWS, "H": 1},  # more keys than 16 bits can number
     ],
     ids=str,
@@ -614,8 +615,8 @@ def test_links_screened_keys_of_every_shape(shape, monkeypatch):
 
 
 @pytest.mark.parametrize("masked", [5, 7, 1444, 1445])
-def test_links_screened_keys_that_are_given_up(masked):
-    """Lists run full after the screen: which of the first keys nobody reads must still be known."""
+def test_links_screened_keys_with_full_lists(masked):
+    """Lists become full after the prefilter. Masked keys among the first keys must still be skipped."""
     q, k, v = (torch.zeros(1, 1, n, 16) for n in (ROWS, 1536, 1536))
     q[..., 0], k[..., 0], k[..., 5, 0], k[..., 960:, 0] = 40, -1, 1, 1
     v[..., 5, :], v[..., masked, :] = 1000, math.nan
@@ -629,7 +630,7 @@ def test_links_screened_keys_that_are_given_up(masked):
 @each_isa
 @pytest.mark.parametrize("factor", [1.0, 100.0, 1000.0])
 def test_links_other_passes_make_the_same_plan(factor):
-    """A score is the same number wherever it is made: weights are differences of scores and a price."""
+    """Every pass computes a score to the same bits, because weights are differences of scores and a price."""
     q, k, v = spread(8, factor, B=1, H=1, Hkv=1, Tq=200, Tk=3000, D=64, Dv=8).values()
     problem = Transport(Tsallis(1.5))
     for isa in engine.isas():
@@ -644,8 +645,8 @@ def test_links_other_passes_make_the_same_plan(factor):
 @each_isa
 @pytest.mark.parametrize("alpha", [1.5, 2.0])
 @pytest.mark.parametrize("what", [50.0, math.nan])
-def test_links_screened_keys_do_not_see_the_future(what, alpha):
-    """Keys that share a block with those that a row reads, but that it does not read, change no bit of it."""
+def test_links_later_keys_do_not_change_screened_rows(what, alpha):
+    """Masked keys in the same block as keys that a row reads do not change a bit of the row."""
     q, k, v = spread(9, 4.0, B=1, H=2, Hkv=2, Tq=1200, Tk=1200).values()
     problem = Transport(Tsallis(alpha), prior=Causal())
     other = k.clone()
@@ -659,7 +660,7 @@ def test_links_screened_keys_do_not_see_the_future(what, alpha):
 @each_isa
 @pytest.mark.parametrize("alpha", [1.5, 2.0])
 def test_links_rows_of_one_key_have_no_gradient(alpha):
-    """All of a row's weight on one key: the utility is the baseline, to the last bit."""
+    """If one key has all the weight of a row, its utility equals the baseline to the last bit."""
     q, k, v = (t.requires_grad_() for t in spread(10, 300.0, B=1, H=1, Hkv=1, Tq=ROWS, Tk=1000, Dv=64).values())
     for isa in engine.isas():
         engine.use(isa)
@@ -674,7 +675,7 @@ def test_links_rows_of_one_key_have_no_gradient(alpha):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("key", [95, 191, 192, 287, 383, 500, 1499])
-def test_links_nan_of_a_key_is_everybodys_however_few_have_weight(key, dtype):
+def test_links_nan_in_a_key_reaches_every_row(key, dtype):
     q, k, v = spread(6, 6.0, B=1, H=1, Hkv=1, Tq=ROWS, Tk=1500).values()
     k[..., key, 2] = math.nan
     out = regard.attention(*(t.to(dtype) for t in (q, k, v)), problem=Transport(Tsallis(1.5)), backend="native")
@@ -683,8 +684,9 @@ def test_links_nan_of_a_key_is_everybodys_however_few_have_weight(key, dtype):
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 1e30])
 @pytest.mark.parametrize("where", [("q", 7), ("k", 500), ("k", 1490)])
-def test_links_screened_keys_are_finite(where, bad, monkeypatch):
-    """Rows and keys that are not go their way in floats; other rows, and a block of keys that nobody reads, go on."""
+def test_links_screened_keys_with_invalid_values(where, bad, monkeypatch):
+    """Rows that are not finite skip the prefilter. Other rows still use it, also beside a masked block that is not
+    finite."""
     lists = kept(monkeypatch)
     name, at = where
     tensors = spread(6, 6.0, B=1, H=1, Hkv=1, Tq=ROWS, Tk=1500)
@@ -705,7 +707,7 @@ def test_links_screened_keys_are_finite(where, bad, monkeypatch):
 @pytest.mark.parametrize("mask", [None, torch.arange(1536) != 300], ids=["read", "unread"])
 @pytest.mark.parametrize("alpha", [1.5, 2.0])
 def test_links_screened_keys_whose_squares_are_too_large(alpha, mask):
-    """The queries are whole multiples of their grain, so that nothing is lost of them: 0 times infinity."""
+    """The queries are exact in 16 bits, so the bound of their rounding error is 0 times infinity."""
     q, k, v = torch.zeros(1, 1, ROWS, 16), torch.zeros(1, 1, 1536, 16), normal(1, 1, 1, 1536, 4)
     q[..., 0], k[..., 0] = 179 / 4, uniform(2, 1536) * 2 - 1
     k[..., 300, 1], k[..., 300, 0], k[..., 310, 0], v[..., 310, :] = 1e20, -1, 3, 100
@@ -726,17 +728,17 @@ def test_links_decoding(link, Tq):
 @each_isa
 @pytest.mark.parametrize("alpha", [1.2, 1.5, 2.0, 2.5])
 @pytest.mark.parametrize("level", [-100.0, -300.0, -1e9])
-def test_links_rows_whose_priors_are_too_small_for_a_number(level, alpha):
-    """What y would have to be is not a number any more, or so large that no score counts: the plan is the prior's."""
+def test_links_rows_whose_priors_underflow(level, alpha):
+    """y overflows, or is so large that scores have no effect. Then the plan is proportional to the prior."""
     given = qkv(11, B=1, H=1, Hkv=1, Tq=70, Tk=130, D=8, Dv=5) | {"bias": normal(12, 70, 130)}
     q, k, v, bias = (t.requires_grad_() for t in given.values())
-    far = torch.arange(70) % 3 != 1  # among them rows as they always are
-    log_prior = bias + torch.where(far[:, None], level / (alpha - 1), 0.0)  # at -1e9 nothing is left of the bias
+    far = torch.arange(70) % 3 != 1  # the other rows are ordinary
+    log_prior = bias + torch.where(far[:, None], level / (alpha - 1), 0.0)  # at -1e9 rounding removes the bias
     problem = Transport(Tsallis(alpha), prior=Bias(log_prior), marginal=Rows(mass=2.0))
     expected = 2 * log_prior.double().softmax(-1)
     close = 1e-5 - 1e-7 * max(-300.0, level) / (alpha - 1)  # a large logarithm has fewer digits
     weight = normal(13, 70, 5)
-    want = torch.autograd.grad((expected @ v[0, 0].double())[far].mul(weight[far]).sum(), (bias, v), retain_graph=True)
+    right = torch.autograd.grad((expected @ v[0, 0].double())[far].mul(weight[far]).sum(), (bias, v), retain_graph=True)
     for isa in engine.isas():
         engine.use(isa)
         out, aux = regard.attention(
@@ -751,13 +753,14 @@ def test_links_rows_whose_priors_are_too_small_for_a_number(level, alpha):
         assert error(weights[0, 0, far], expected.detach().sort(-1, descending=True).values[far]) < close
         found = torch.autograd.grad(out[0, 0, far].mul(weight[far]).sum(), (q, k, bias, v), retain_graph=True)
         assert found[0].abs().max() == found[1].abs().max() == 0
-        assert error(found[2], want[0].double()) < close and error(found[3], want[1].double()) < close
+        assert error(found[2], right[0].double()) < close and error(found[3], right[1].double()) < close
 
 
 @each_isa
 @pytest.mark.parametrize(("alpha", "level", "mass"), [(10.0, -5.0, 1.0), (2.0, -48.6, 1e-25)])
-def test_links_rows_of_small_priors_whose_scores_count(alpha, level, mass):
-    """Many keys, or a small mass: what each key would pay alone says little of the price."""
+def test_links_rows_of_small_priors_whose_scores_matter(alpha, level, mass):
+    """With many keys or a small mass, the price at which a single key takes the mass is far from the price of the
+    row."""
     q, k, v = qkv(16, B=1, H=1, Hkv=1, Tq=9, Tk=2000, D=8, Dv=5).values()
     for isa in engine.isas():
         engine.use(isa)
@@ -776,7 +779,7 @@ def test_links_rows_of_small_priors_whose_scores_count(alpha, level, mass):
 @each_isa
 @pytest.mark.parametrize("alpha", [1.3, 2.0, 2.5])
 def test_links_a_row_of_one_key_has_no_entropy(alpha):
-    """Neither does it want any: nothing that is summed up for it is rounded."""
+    """The entropy is exactly 0, because none of its sums is rounded."""
     q, k, v = qkv(17, B=1, H=1, Hkv=1, Tq=200, Tk=1, D=8, Dv=5).values()
     for marginal in (Rows(relax=0.7), Rows(mass=0.3), Free(4.0)):
         for isa in engine.isas():
@@ -791,8 +794,8 @@ def test_links_a_row_of_one_key_has_no_entropy(alpha):
 
 @each_isa
 @pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0])
-def test_links_a_sink_takes_what_a_row_without_keys_has(alpha):
-    """Among rows that have lists."""
+def test_links_a_sink_takes_the_mass_of_a_row_without_keys(alpha):
+    """The other rows of the call store lists."""
     q, k, v = spread(18, 6.0, B=1, H=1, Hkv=1, Tq=20, Tk=1000, D=8, Dv=5).values()
     mask = torch.arange(20)[:, None] != 7
     for isa in engine.isas():
@@ -811,7 +814,7 @@ def test_links_a_sink_takes_what_a_row_without_keys_has(alpha):
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0, 2.5, 3.0])
 def test_links_relaxed_rows_of_little_mass(alpha, backend):
-    """The mass is what the price says, however small the prior makes it."""
+    """The mass is exp(price/rho), also where the prior makes it very small."""
     prior = Bias(torch.linspace(-70, 3, 90)[:, None])
     problem = Transport(Tsallis(alpha), prior=prior, marginal=Rows(relax=0.9))
     for isa in engine.isas() if backend == "native" else [engine.isa()]:
@@ -836,7 +839,7 @@ def test_links_few_keys_and_rows_without(link):
         case = Linked(link, qkv(7, Tq=50, Tk=60), lambda: {"attn_mask": mask}, marginal=marginal)
         case.check()
         assert case.run("native", gradients=False)["out"][:, :, 30].abs().max() == 0
-    # Whole blocks of rows without keys, and long calls, in which a row's search begins more than once.
+    # Whole blocks of rows without keys, and long calls, in which the search of a row starts more than once.
     Linked(link, qkv(7, Tq=130, Tk=40), lambda: {"problem": Transport(prior=Causal(END))}).check()
     shape = {"B": 1, "H": 1, "Hkv": 1, "Tq": 9, "Tk": 900, "D": 4, "Dv": 4}
     mask = torch.arange(9)[:, None] % 3 != 1
@@ -847,8 +850,8 @@ def test_links_few_keys_and_rows_without(link):
 
 
 @pytest.mark.parametrize("alpha", [1.5, 2.0, 1.7])
-def test_priors_below_the_smallest_number(alpha):
-    """Where a row's largest prior is 2^-60, one of 2^-130 still has its key in the support."""
+def test_priors_below_the_smallest_float32(alpha):
+    """If the largest prior of a row is 2^-60, a key with prior 2^-130 is still in the support."""
     q, k, v = qkv(7, H=2, Tq=30, Tk=40).values()
     log_prior = -60 * math.log(2) - 70 * math.log(2) * (torch.arange(40) % 3 == 1)
     problem = Transport(Tsallis(alpha), prior=Bias(log_prior))
@@ -877,7 +880,7 @@ def test_links_threads_do_not_change_a_bit(link, shape):
 
 @pytest.mark.parametrize("T", [130, 1000])
 @pytest.mark.parametrize("link", ["1.3", "1.5", "2.0", "per head, near 1", "fermi"])
-def test_links_rubbish_in_unread_keys_stays_out(link, T):
+def test_links_invalid_values_in_masked_keys_have_no_effect(link, T):
     tensors = spread(10, 4.0, B=1, H=2, Hkv=1, Tq=30, Tk=T)
     unread = torch.zeros(T, dtype=torch.bool)
     unread[[3, 4, 50]] = True
@@ -885,13 +888,13 @@ def test_links_rubbish_in_unread_keys_stays_out(link, T):
     for call in ({"attn_mask": ~unread}, {"attn_mask": torch.where(unread, -math.inf, 0.5).expand(30, T)}):
         clean = Linked(link, tensors, lambda call=call: call).run("native")
         for name in ("k", "v"):
-            for rubbish in (math.nan, math.inf, 1e4, -1e25):
+            for invalid in (math.nan, math.inf, 1e4, -1e25):
                 spoilt = dict(tensors)
                 spoilt[name] = tensors[name].clone()
-                spoilt[name][:, :, unread] = rubbish
+                spoilt[name][:, :, unread] = invalid
                 found = Linked(link, spoilt, lambda call=call: call).run("native")
                 for n, value in found.items():
-                    assert torch.equal(value, clean[n]), (n, rubbish)
+                    assert torch.equal(value, clean[n]), (n, invalid)
 
 
 @pytest.mark.parametrize("T", [60, 1000])
@@ -911,7 +914,7 @@ def test_links_nan_stays_in_its_row(link, T):
         for name, value in found.items():
             if name != "key_mass":
                 assert torch.allclose(value[:, :, rest], clean[name][:, :, rest], rtol=1e-5, atol=1e-6), name
-    for key in (0, T // 2, T - 1):  # and one in a key is everybody's
+    for key in (0, T // 2, T - 1):  # a NaN in a key reaches every row
         spoilt = tensors | {"k": tensors["k"].clone()}
         spoilt["k"][0, 0, key, 2] = math.nan
         assert Linked(link, spoilt, dict).run("native", gradients=False)["out"].isnan().all(), key
@@ -933,14 +936,15 @@ def test_links_nan_is_not_lost_in_a_gradient(link, T):
 @pytest.mark.parametrize("T", [60, 1000])
 @pytest.mark.parametrize("link", ["1.05", "1.3", "1.5", "2.0"])
 def test_links_common_offsets(link, T):
-    """Scores around 1000 and values around 1000: the plan does not see the first, a spread not the second."""
+    """Scores and values around 1000. The plan does not depend on the offset of the scores, nor the spread on that of
+    the values."""
     tensors = spread(12, 2.0, B=1, H=2, Hkv=1, Tq=20, Tk=T, D=16, Dv=8)
     tensors["q"] = torch.cat([tensors["q"], torch.ones(1, 2, 20, 1)], -1)
     tensors["k"] = torch.cat([tensors["k"], torch.full((1, 1, T, 1), 4000.0)], -1)
     tensors["v"] = tensors["v"] + 1000
     case = Linked(link, tensors, dict)
     truth = case.run("torch", torch.float64, gradients=False)
-    # A score of 1000 is known to 6e-5, and that is what all else loses; a weight's slope is at most 1 here.
+    # A score of 1000 has an error of 6e-5, which bounds the other errors: the slope of a weight is at most 1 here.
     bounds = {"out": 1e-3, "entropy": 1e-2, "collision": 1e-3, "max_weight": 1e-3, "value_spread": 2e-2, "mass": 1e-5}
     for isa in engine.isas():
         engine.use(isa)
@@ -956,7 +960,7 @@ def test_links_huge_scores_pick_the_best_key(link):
         for size in (1e6, 1e15):
             spoilt = tensors | {"q": tensors["q"] * size}
             top, order = (spoilt["q"].double() @ tensors["k"].double().mT).topk(2)
-            clear = top[..., 0] - top[..., 1] > 1e-5 * top[..., 0].abs()  # in float32, too
+            clear = top[..., 0] - top[..., 1] > 1e-5 * top[..., 0].abs()  # distinct in float32, too
             best = order[..., 0]
             found = Linked(link, spoilt, dict).run("native")
             expected = tensors["v"].gather(2, best[..., None].expand(-1, -1, -1, 16))
@@ -1026,7 +1030,7 @@ def test_a_named_isa_is_used(isa):
     assert found.stdout.strip() == isa
 
 
-def test_an_isa_that_is_not_there_raises():
+def test_an_unknown_isa_raises():
     code = "import torch, regard; q = torch.zeros(1, 1, 1, 8); regard.attention(q, q, q)"
     found = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"REGARD_ISA": "z80"}, capture_output=True, text=True
@@ -1051,7 +1055,7 @@ def test_reasons(problem, reason):
         regard.attention(q, k, v, enable_gqa=True, problem=problem, backend="native")
 
 
-def test_the_checker_sees_one_wrong_element(monkeypatch):
+def test_the_check_detects_one_wrong_element(monkeypatch):
     case = Case(qkv(13), dict)
     case.check()
     plain = BACKENDS["native"].forward

@@ -1,4 +1,4 @@
-"""Other people's software and closed forms as judges."""
+"""Comparison with other libraries and with closed forms."""
 
 import itertools
 import math
@@ -76,7 +76,7 @@ def test_leading_dimensions_broadcast(shapes):
 
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 def test_torch_flex_lse(backend):
-    """PyTorch's own AuxRequest is understood."""
+    """`return_aux` accepts PyTorch's AuxRequest."""
     from torch.nn.attention.flex_attention import AuxRequest as TorchRequest
 
     q, k, v = inputs()
@@ -121,7 +121,7 @@ def test_entmax_bisect_and_its_gradient_in_alpha(alpha):
 @pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0])
 @pytest.mark.parametrize("spread", [0.1, 3.0])
 def test_entmax_through_the_native_engine(alpha, spread):
-    """A thousand keys, in float32, few or many of them with weight; output and gradients, alpha's too."""
+    """Output and gradients (also of alpha) in float32 over a thousand keys, few or many of which have weight."""
     pytest.importorskip("regard._native", reason="the native engine was not built")
     generator = torch.Generator().manual_seed(7)
     q, k, v, g = (torch.randn(1, 2, T, 16, generator=generator) for T in (60, 1000, 1000, 60))
@@ -208,7 +208,7 @@ def test_softmax_with_prior():
 
 
 def test_scaling_the_prior():
-    """Invisible for KL rows; tau -> tau * c^(1 - alpha) for Tsallis rows."""
+    """A factor of the prior has no effect on KL rows. For Tsallis rows it is tau -> tau * c^(1 - alpha)."""
     s, c, alpha = SCORES, 2.5, 1.5
     constant = Bias(torch.full((40,), math.log(c), dtype=torch.float64))
     assert torch.allclose(regard.solve(s, Transport(prior=constant)).weights, s.softmax(-1))

@@ -1,6 +1,7 @@
-"""Native windows on the plan against the definition in float64, on every instruction set here.
+"""`topk`, `weights_at` and `block_mass` of the native engine against the definition in float64, on every instruction
+set.
 
-The tolerance is a multiple of what the definition itself loses in the same dtype, plus a floor of a few float32 units.
+The tolerance is a multiple of the reference backend's own error in the same dtype, plus a few float32 units.
 """
 
 import contextlib
@@ -47,20 +48,20 @@ def native_only():
 
 
 class Case:
-    """Query, key and what else a window is told; `arguments` makes it at the dtype's own or at double precision."""
+    """Query, key and the other arguments of a readout. `arguments` makes these in the case's dtype or in float64."""
 
     def __init__(self, arguments, B=2, H=4, Hkv=2, Tq=40, Tk=40, D=16, dtype=torch.float32, seed=0):
         self.arguments = arguments
         self.query = normal(seed, B, Tq, H, D).to(dtype).transpose(1, 2)
         self.key = normal(seed + 1, B, Hkv, Tk, 2 * D).to(dtype)[..., D:]
 
-    def call(self, window, *more, as_double=False):
+    def call(self, function, *more, as_double=False):
         change = raised if as_double else lambda x: x
         query, key = change(self.query), change(self.key)
-        return window(query, key, *more, enable_gqa=True, **self.arguments(change))
+        return function(query, key, *more, enable_gqa=True, **self.arguments(change))
 
     def plan(self, as_double):
-        """The whole plan by the definition."""
+        """The whole plan by the reference backend."""
         every = torch.arange(self.key.shape[2])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(BACKENDS["native"], "unsupported", lambda form, names: "not in this comparison")
@@ -92,7 +93,7 @@ class Case:
             assert n < 2 or (ordered.diff(dim=-1) > 0).all()  # each key once
             ties = (weights[..., 1:] == weights[..., :-1]) & (weights[..., 1:] > 0)
             assert (keys[..., 1:] > keys[..., :-1])[ties].all()
-            if n == Tk:  # the same bits by either way
+            if n == Tk:  # both functions give the same bits
                 assert torch.equal(self.call(regard.weights_at, keys), weights)
         for block in (1, 7, 32, 1000):
             sums = torch.nn.functional.pad(truth, (0, -Tk % block, 0, -truth.shape[2] % block))
@@ -111,7 +112,7 @@ REGULARIZERS = {
     "alpha 1.1": {"regularizer": Tsallis(1.1)},
     "sigmoid": {"regularizer": FermiDirac(), "marginal": Free(-2.0)},
 }
-# What there is besides the regulariser, as problem and arguments, for H heads; `to` brings tensors to the dtype.
+# The rest of a problem besides the regulariser, and arguments, for H heads. `to` converts tensors to the dtype.
 TERMS = {
     "plain": lambda to, H, Tq, Tk: ({}, {}),
     "causal": lambda to, H, Tq, Tk: ({"prior": Causal(END)}, {}),
@@ -170,8 +171,8 @@ def test_empty(regularizer, sizes):
     case(regularizer, "plain", Tq=sizes[0], Tk=sizes[1]).check()
 
 
-def windows(query, key, n=9, block=16, **arguments):
-    """All three."""
+def readouts(query, key, n=9, block=16, **arguments):
+    """The results of all three functions."""
     with native_only():
         weights, keys = regard.topk(query, key, n, enable_gqa=True, **arguments)
         every = torch.arange(key.shape[2]).flip(0)
@@ -182,42 +183,42 @@ def windows(query, key, n=9, block=16, **arguments):
         ]
 
 
-@pytest.mark.parametrize("rubbish", [math.nan, math.inf])
+@pytest.mark.parametrize("invalid", [math.nan, math.inf])
 @pytest.mark.parametrize("regularizer", REGULARIZERS)
-def test_rubbish_in_unread_keys_stays_out(regularizer, rubbish):
+def test_invalid_values_in_masked_keys_have_no_effect(regularizer, invalid):
     query, key = normal(0, 2, 4, 130, 16), normal(1, 2, 2, 130, 16)
     unread = torch.zeros(130, dtype=torch.bool)
     unread[[0, 3, 4, 50]] = True
     unread[97:] = True
-    spoilt = key.masked_fill(unread[:, None], rubbish)
+    spoilt = key.masked_fill(unread[:, None], invalid)
     arguments = {"attn_mask": ~unread, "problem": Transport(**REGULARIZERS[regularizer])}
-    for clean, found in zip(windows(query, key, **arguments), windows(query, spoilt, **arguments), strict=True):
+    for clean, found in zip(readouts(query, key, **arguments), readouts(query, spoilt, **arguments), strict=True):
         assert torch.equal(clean, found)
 
 
 def test_rows_without_keys():
     query, key = normal(0, 1, 2, 40, 8), normal(1, 1, 2, 40, 8)
-    query[:, :, 30] = math.nan  # nobody asks it
+    query[:, :, 30] = math.nan  # this query has no keys
     mask = torch.ones(40, 40, dtype=torch.bool)
     mask[[0, 30]] = False
     for parts in REGULARIZERS.values():
-        weights, keys, chosen, _ = windows(query, key, attn_mask=mask, problem=Transport(**parts))
+        weights, keys, chosen, _ = readouts(query, key, attn_mask=mask, problem=Transport(**parts))
         assert (weights[:, :, [0, 30]] == 0).all() and (chosen[:, :, [0, 30]] == 0).all()
         assert torch.equal(keys[0, 0, 30], torch.arange(9))
         assert (weights[:, :, 1] > 0).any() and weights.isfinite().all()
 
 
-def test_nan_is_the_largest():
+def test_nan_ranks_first():
     query, key = normal(0, 1, 1, 30, 8), normal(1, 1, 1, 200, 8)
     query[:, :, 7] = math.nan
-    weights, keys, chosen, _ = windows(query, key)
+    weights, keys, chosen, _ = readouts(query, key)
     assert weights[0, 0, 7].isnan().all() and chosen[0, 0, 7].isnan().all()
     assert torch.equal(keys[0, 0, 7], torch.arange(9))
     assert weights[0, 0, [6, 8]].isfinite().all()
 
 
-def test_ties_go_by_key():
-    key = normal(1, 1, 1, 10, 8).repeat(1, 1, 50, 1)  # each key fifty times
+def test_ties_are_ordered_by_key():
+    key = normal(1, 1, 1, 10, 8).repeat(1, 1, 50, 1)  # each key occurs fifty times
     weights, keys = regard.topk(normal(0, 1, 1, 30, 8), key, 75)
     assert (weights[..., :50] == weights[..., :1]).all() and (weights[..., 50:] < weights[..., :1]).all()
     assert (keys.unflatten(-1, (3, 25)).diff(dim=-1) == 10).all()
@@ -247,16 +248,16 @@ def test_long_lists(order):
 def test_threads_do_not_change_a_bit(regularizer, term, shape):
     read = case(regularizer, term, **shape)
 
-    def windows():
+    def everything():
         pooled = [read.call(regard.block_mass, block) for block in (5, 64)]
         return [*read.call(regard.topk, 20), *pooled, read.call(regard.weights_at, torch.arange(shape["Tk"]))]
 
-    one, *others = with_threads(windows)
+    one, *others = with_threads(everything)
     for other in others:
         assert all(map(torch.equal, other, one))
 
 
-def test_traced_tensors_take_the_definition():
+def test_traced_tensors_use_the_reference_backend():
     query, key = normal(0, 1, 2, 20, 8), normal(1, 1, 2, 20, 8)
 
     def loss(query):
@@ -267,7 +268,7 @@ def test_traced_tensors_take_the_definition():
 
 
 def test_index_is_not_copied(monkeypatch):
-    """A broadcast index is read where it lies."""
+    """A broadcast index is read in place."""
     seen = []
     plain = engine.Record.tensor
     monkeypatch.setattr(engine.Record, "tensor", lambda self, n, t: (seen.append((n, t)), plain(self, n, t))[1])

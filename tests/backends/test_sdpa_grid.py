@@ -1,7 +1,7 @@
-"""A sweep over the calls that PyTorch's own tests make of `F.scaled_dot_product_attention`, with it as the oracle.
+"""A sweep over the calls in PyTorch's own tests of `F.scaled_dot_product_attention`, with that function as the oracle.
 
 A point of the grid is one choice for each axis: mask, dtype, shape, memory layout, gradient, backend. The exact answer
-is PyTorch's MATH kernel in float64; a result may miss it by twice what PyTorch itself misses it by at the dtype.
+is PyTorch's MATH kernel in float64. The error of a result may be twice that of PyTorch at the dtype.
 
 `make test` runs a sample, the same each time. `make grid` (REGARD_GRID=all) runs every point.
 """
@@ -84,7 +84,7 @@ def expanded(shape: tuple[int, ...], make: Callable[..., Tensor]) -> tuple[Tenso
 
 
 def transposed(shape: tuple[int, ...], make: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
-    """[B, T, H, D] in memory, as a model's projections leave it."""
+    """[B, T, H, D] in memory, as the projections of a model produce it."""
     if len(shape) < 3:
         return plain(shape, make)
     leaf = make(*shape[:-3], shape[-2], shape[-3], shape[-1])
@@ -117,13 +117,13 @@ LAYOUTS = {f.__name__: f for f in (plain, transposed, sliced, stepped, column_ma
 
 @dataclass(frozen=True)
 class Mask:
-    """What a call says of its mask: a `kind`, and for a tensor its `shape` and `layout`."""
+    """How a call gives its mask: a `kind`, and for a tensor its `shape` and `layout`."""
 
     kind: str = "none"
     shape: Callable[[Shape], tuple[int, ...]] = lambda s: (s.Tq, s.Tk)
     layout: str = "plain"
     learned: bool = False
-    dtype: torch.dtype | None = None  # where it is not the query's
+    dtype: torch.dtype | None = None  # if it differs from the query's
 
 
 def full(s: Shape) -> tuple[int, ...]:
@@ -168,7 +168,7 @@ MASKS = {
     "learned, -inf": Mask("-inf", full, learned=True),
 }
 
-# Which of query, key and value need a gradient, and the layout of the gradient that comes in.
+# Which of query, key and value need a gradient, and the layout of the incoming gradient.
 GRADIENTS = {
     "no gradient": ((), "plain"),
     "all": (("query", "key", "value"), "plain"),
@@ -195,7 +195,7 @@ class Point:
     @property
     def stock(self) -> bool:
         """Whether to call PyTorch at the point's own dtype. Its half kernels for larger sizes use AMX, which ends the
-        process on virtual machines that announce AMX and do not allow it."""
+        process on virtual machines that report AMX but do not allow it."""
         return not (self.shape == "several tiles" and DTYPES[self.dtype].itemsize == 2)
 
 
@@ -222,8 +222,8 @@ class Call:
     point: Point
 
     def made(self, dtype: torch.dtype) -> tuple[dict, dict[str, Tensor]]:
-        """The arguments in this dtype, and the leaves that need a gradient, by name; the numbers are those of the
-        point's own dtype, whatever the dtype."""
+        """The arguments in this dtype, and the leaves that need a gradient, by name; the numbers are
+        rounded to the point's own dtype in every dtype."""
         shape, layout = SHAPES[self.point.shape], LAYOUTS[self.point.layout]
         needs, _ = GRADIENTS[self.point.gradient]
         generator = torch.Generator().manual_seed(sum(map(ord, repr(self.point))))
@@ -246,7 +246,7 @@ class Call:
 
     @staticmethod
     def _again(layout: Callable, size: tuple[int, ...], leaf: Tensor) -> Tensor:
-        """The view of a leaf that autograd records."""
+        """The same view of a leaf, recorded by autograd."""
         return layout(size, lambda *_: leaf)[1]
 
     def _add_mask(
@@ -266,7 +266,7 @@ class Call:
             return
         size = mask.shape(shape)
         own = mask.dtype or DTYPES[self.point.dtype]
-        wanted = own if dtype == DTYPES[self.point.dtype] else dtype  # the oracle's
+        target = own if dtype == DTYPES[self.point.dtype] else dtype  # the oracle's
 
         def draw(*size: int) -> Tensor:
             kept = torch.rand(size, generator=generator) < 0.7
@@ -281,7 +281,7 @@ class Call:
                 numbers = numbers.masked_fill(~kept, torch.finfo(own).min)
             elif mask.kind != "float":
                 numbers = numbers.masked_fill(~kept, -math.inf)
-            return numbers.to(wanted)
+            return numbers.to(target)
 
         leaf, view = LAYOUTS[mask.layout](size, draw)
         if mask.learned:
@@ -323,8 +323,8 @@ def exact(**arguments) -> Tensor:
 
 
 def folded(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **arguments) -> Tensor:
-    """PyTorch's function on [B, H, T, D], as the sdpa backend calls it. For other ranks PyTorch takes another kernel,
-    which loses less in half types."""
+    """PyTorch's function on [B, H, T, D], as the sdpa backend calls it. For other ranks PyTorch uses another kernel,
+    which is more accurate in half types."""
     lead = query.shape[:-2]
     if len(lead) == 2:
         return stock_attention(query, key, value, attn_mask, **arguments)
@@ -361,7 +361,7 @@ def failures(point: Point, attention: Callable = regard.attention) -> list[str]:
             continue
         lost = largest((stock[name].double() - truth).nan_to_num()) if name in stock else 0.0
         unit = 1e-11 if dtype == torch.float64 else max(pytorch_loss(dtype), torch.finfo(dtype).eps)
-        # The last term: a gradient that is 0 (of a row with one key, say) is a difference in the compute dtype.
+        # The last term is for gradients that are 0 (a row with one key): they are a difference in the compute dtype.
         left = 64 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
         allowed = ALLOWED * (lost + unit * largest(truth)) + left
         error = (mine.double() - truth).abs()

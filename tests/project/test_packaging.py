@@ -1,4 +1,4 @@
-"""`import regard` is quick and light, and what the package says of itself agrees."""
+"""`import regard` is fast and loads no heavy packages, and the package's metadata is consistent."""
 
 import re
 import sys
@@ -16,44 +16,44 @@ HEAVY = ("transformers", "triton", "matplotlib", "plotly", "pandas", "IPython", 
 
 
 def test_import_adds_under_100_ms_to_torch():
-    # The processor's time: on an idle machine it is the time one waits, and a busy one does not spoil it.
+    # Processor time, so that other work on the machine does not matter.
     code = "import time, torch; began = time.process_time(); import regard; print(time.process_time() - began)"
     seconds = []
-    for _ in range(5):  # the first may have to compile
+    for _ in range(5):  # the first run may have to compile bytecode
         seconds.append(float(fresh(code)))
         if seconds[-1] < 0.1:
             return
     pytest.fail(f"import regard took {seconds} s")
 
 
-def test_import_brings_nothing_heavy():
+def test_import_loads_no_heavy_packages():
     code = "import sys, torch; before = set(sys.modules); import regard; print(*(set(sys.modules) - before))"
-    brought = fresh(code).split()
-    assert "regard.operator" in brought
-    assert [m for m in brought if m.startswith(HEAVY)] == []
-    foreign = {m.partition(".")[0] for m in brought} - {"regard", "torch"} - sys.stdlib_module_names
-    assert foreign == set()  # typer and rich are for the command `regard` alone
+    loaded = fresh(code).split()
+    assert "regard.operator" in loaded
+    assert [m for m in loaded if m.startswith(HEAVY)] == []
+    foreign = {m.partition(".")[0] for m in loaded} - {"regard", "torch"} - sys.stdlib_module_names
+    assert foreign == set()  # only the command `regard` imports typer and rich
 
 
 def test_public_names_exist_once():
     assert len(set(regard.__all__)) == len(regard.__all__)
     assert all(hasattr(regard, name) for name in regard.__all__)
     modules = {path.stem for path in (ROOT / "src" / "regard").iterdir()}
-    assert not modules & set(regard.__all__)  # regard.plan the module would hide regard.plan the function
+    assert not modules & set(regard.__all__)  # a module would hide a function of the same name
 
 
 def test_the_lock_pins_every_requirement():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"].values()
-    wanted = [
+    requirements = [
         *project["build-system"]["requires"],
         *project["project"]["dependencies"],
         *(r for e in extras for r in e),
     ]
     lock = (ROOT / "constraints.txt").read_text()
     pinned = {name.lower().replace("_", "-") for name in re.findall(r"^([\w.-]+)==[\w.]+$", lock, re.MULTILINE)}
-    for requirement in wanted:
+    for requirement in requirements:
         name = re.match(r"[\w-]+", requirement)
         assert name is not None
         assert name[0].lower() in pinned, requirement
-    assert "+" not in lock  # a local version (torch's +cpu) exists in few places
+    assert "+" not in lock  # a local version (such as +cpu of torch) is not on every index

@@ -1,4 +1,4 @@
-"""The native engine in a process where other things go on: threads, signals, forks, workers, threads of its own."""
+"""The native engine beside other activity of its process: threads, signals, forks, workers, and its own threads."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ def test_torch_and_native_calls_from_several_threads():
 
     def work():
         out = regard.attention(q, k, v, is_causal=True, backend="native")
-        product = a @ a  # torch's own threads, in between
+        product = a @ a  # PyTorch's own threads run between the calls
         return [out, product, *torch.autograd.grad(out.square().sum(), (q, k, v))]
 
     expected, failures = work(), []
@@ -91,14 +91,14 @@ assert torch.allclose(regard.attention(small, small, small, backend="native"), r
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize("kind", ["forward", "backward", "reading"])
 def test_ctrl_c_ends_a_long_call(kind):
-    # Calls of five seconds and more on two cores: the interrupt must not wait for their end (but for the jobs begun).
+    # Calls of five seconds and more on two cores. The interrupt waits for jobs that have begun, not for the whole call.
     heads, length = (8, 12000) if kind == "backward" else (4, 40000)
     waited = float(python(INTERRUPTED.format(heads=heads, length=length, kind=kind)))
     assert waited < 3, waited
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-def test_a_handler_that_does_not_raise_lets_the_call_go_on():
+def test_a_call_continues_after_a_handler_that_does_not_raise():
     script = """
 import os, signal, threading, time, torch, regard
 calls = []
@@ -144,7 +144,7 @@ def test_workers_of_a_data_loader(how, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_threads_of_its_own_give_the_same_results(tmp_path):
+def test_a_build_without_openmp_gives_the_same_results(tmp_path):
     """The engine built with std::thread instead of OpenMP: bit for bit the same (on one instruction set)."""
     cmake = shutil.which("cmake", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
     if cmake is None or shutil.which("c++") is None:

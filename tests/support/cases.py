@@ -1,4 +1,4 @@
-"""One table of cases drives the tests of every backend, and one rule says how exact each must be."""
+"""One table of cases for the tests of every backend, and one rule for the tolerance of each result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ stock_attention = F.scaled_dot_product_attention
 
 @dataclass
 class Maker:
-    """Makes a case's tensors: drawn in float64, rounded to the dtype under test, remembered if they need a gradient."""
+    """Makes the tensors of a case: drawn in float64, rounded to the dtype under test, listed if they need a
+    gradient."""
 
     case: Case
     dtype: torch.dtype
@@ -57,7 +58,7 @@ class Case:
     D: int = 8
     Dv: int = 8
     strided: bool = False
-    # How much the plan amplifies a relative error of the scores, against softmax (steep links do).
+    # How much more than softmax the plan amplifies a relative error of the scores (steep links do).
     sensitivity: float = 1.0
 
 
@@ -209,7 +210,7 @@ class Built:
     key: Tensor
     value: Tensor
     arguments: dict
-    leaves: dict[str, Tensor]  # all that may need a gradient, query, key and value first
+    leaves: dict[str, Tensor]  # all tensors that may need a gradient; query, key and value first
 
 
 def build(case: Case, dtype: torch.dtype = torch.float64) -> Built:
@@ -242,14 +243,15 @@ def run(built: Built, backend: str, **more):
     return regard.attention(built.query, built.key, built.value, **built.arguments, backend=backend, **more)
 
 
-# --- how exact ------------------------------------------------------------------------------------------------------
+# --- tolerance ------------------------------------------------------------------------------------------------------
 
-ALLOWED = 2.0  # times what plain PyTorch loses at the dtype, plus the rounding of the result itself
+ALLOWED = 2.0  # times the error of plain PyTorch at the dtype
 
 
 @functools.cache
 def pytorch_loss(dtype: torch.dtype) -> float:
-    """Relative error of PyTorch's own attention at this dtype against float64, output and gradients, worst of a few."""
+    """Relative error of PyTorch's own attention at this dtype against float64: the largest over output and gradients of
+    a few draws."""
     worst = 0.0
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
@@ -266,7 +268,8 @@ def pytorch_loss(dtype: torch.dtype) -> float:
 
 
 def assert_close(got: Tensor, expected: Tensor, dtype: torch.dtype, sensitivity: float = 1.0, what: str = "") -> None:
-    """Within ALLOWED times PyTorch's own loss, relative to the largest expected entry; infinities must agree."""
+    """Assert that the error is at most ALLOWED times that of PyTorch, relative to the largest expected entry.
+    Infinities must agree."""
     got, expected = got.detach().double(), expected.detach().double()
     assert got.shape == expected.shape, f"{what}: shape {list(got.shape)}, expected {list(expected.shape)}"
     infinite = expected.isinf()
@@ -282,7 +285,7 @@ def assert_close(got: Tensor, expected: Tensor, dtype: torch.dtype, sensitivity:
 
 
 def substitute(built, old, new):
-    """Put a tensor in another's place, wherever the case keeps it."""
+    """Replace a tensor by another one everywhere in a case."""
     view = (
         new.transpose(1, 2)
         if built.query.dim() == 4 and any(t is not old and t._base is old for t in views(built))

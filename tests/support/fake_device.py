@@ -1,7 +1,7 @@
-"""A device that is not the CPU, on a machine that has none: tensors that say so, with their numbers on the CPU.
+"""A device for tests on machines that have only a CPU. Its tensors report `DEVICE` and hold their numbers on the CPU.
 
-Inside `pretended()`, what is moved to or made on `DEVICE` is an `Elsewhere`. As on a GPU, an operation that meets it
-and a tensor of the CPU together raises, unless that has no dimension, is an index, or is copied.
+Inside `pretended()`, tensors that are moved to or created on `DEVICE` are of type `Elsewhere`. As on a GPU, an
+operation on such a tensor and a CPU tensor raises, unless the CPU tensor has no dimension, is an index, or is copied.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-DEVICE = torch.device("meta")  # the one name beside "cpu" that PyTorch's autograd serves without hardware
+DEVICE = torch.device("meta")  # besides "cpu" the only one that PyTorch's autograd supports without hardware
 ACROSS = {"aten::copy_", "aten::_to_copy", "aten::index", "aten::index_put_", "aten::_index_put_impl_"}
 
 
@@ -45,25 +45,25 @@ class Elsewhere(Tensor):
 
 
 class Mixed(RuntimeError):
-    """Tensors of two devices met."""
+    """An operation got tensors of both devices."""
 
 
 def dispatched(func: Any, args: tuple, kwargs: dict) -> Any:
     given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
     away = [t for t in given if isinstance(t, Elsewhere)]
     here = [t for t in given if not isinstance(t, Elsewhere) and t.dim() > 0]
-    name, asked = func._schema.name, kwargs.get("device")
+    name, device = func._schema.name, kwargs.get("device")
     if away and here and name not in ACROSS:
         raise Mixed(f"{func}: tensors on {DEVICE} and on the CPU, of shapes {[list(t.shape) for t in here]}")
-    if asked is not None:
-        to = torch.device(asked) == DEVICE
+    if device is not None:
+        to = torch.device(device) == DEVICE
     else:
         to = isinstance(args[0], Elsewhere) if name == "aten::copy_" else bool(away)
-    if asked is not None and to:
+    if device is not None and to:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     args, kwargs = tree_map(lambda leaf: leaf.numbers if isinstance(leaf, Elsewhere) else leaf, (args, kwargs))
     out = func(*args, **kwargs)
-    known = {id(t.numbers): t for t in away}  # what was changed in place is what it was
+    known = {id(t.numbers): t for t in away}  # a tensor that was changed in place keeps its wrapper
 
     def wrapped(leaf: Any) -> Any:
         if not to or not isinstance(leaf, Tensor):

@@ -2,7 +2,7 @@
 
     python tests/support/fuzz.py [--minutes 5] [--seed 17 [--seed 18 ...]]
 
-Everything about a problem follows from its seed: regulariser, shapes (empty, one, odd), strides (transposed, cut,
+The seed of a problem determines everything: regulariser, shapes (empty, one, odd), strides (transposed, cut,
 expanded), how far the scores are spread, priors, marginals, dtypes, softcap, dropout, grouped heads, statistics,
 gradients. A failure prints the seed and how to run it again. tests/backends/test_fuzz.py runs some fixed seeds.
 """
@@ -46,7 +46,7 @@ PRIORS = ["causal", "window", "alibi", "documents", "bias", "row bias", "key bia
 
 
 class Problem:
-    """One random problem: leaves by name, and the call made of them."""
+    """One random problem: leaves by name, and the call that uses them."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self.r = seed, random.Random(seed)
@@ -94,14 +94,14 @@ class Problem:
         self.gradients = r.random() < 0.7
         self.family = r.choice(["kl", "tsallis", "tsallis", "fermi"])
         self.alpha = r.choice([1.05, 1.2, 1.3, 1.5, 1.5, 1.8, 2.0, 2.0, 2.5, None])  # None: a tensor
-        self.spread = r.choice([0.01, 1.0, 1.0, 1.0, 4.0, 10.0])  # how few keys have weight
+        self.spread = r.choice([0.01, 1.0, 1.0, 1.0, 4.0, 10.0])  # the larger, the fewer keys have weight
         if self.family != "kl":
             self.other_family()
 
     def other_family(self) -> None:
         r = self.r
         self.statistics = tuple(name for name in self.statistics if name != "lse")
-        if r.random() < 0.3:  # long enough for lists of the keys that have weight
+        if r.random() < 0.3:  # enough keys for lists of those that have weight
             self.B, self.H, self.Hkv = 1, 2, r.choice([1, 2])
             self.Tq, self.Tk = r.choice([1, 5, 30]), r.choice([700, 900, 1300])
             self.priors, self.mask = [], None
@@ -111,10 +111,12 @@ class Problem:
             self.leaves["v"] = self.heads(self.Hkv, self.Tk, self.Dv)
             if "level" in self.leaves:
                 self.leaves["level"] = self.leaves["level"][:1]
-            self.mask = random.Random(~self.seed).choice([None, None, "row", "bool"])  # rows without keys among lists
+            self.mask = random.Random(~self.seed).choice(
+                [None, None, "row", "bool"]
+            )  # rows without keys beside rows with lists
             if self.mask is not None:
                 self.leaves["mask"] = self.make_mask()
-        if self.marginal == "relax":  # its mass is exp(dual/rho), and near alpha = 1 that is soon 0 or infinite
+        if self.marginal == "relax":  # the mass exp(dual/rho) easily becomes 0 or infinite near alpha = 1
             self.spread, self.alpha = min(self.spread, 1.0), max(self.alpha or 1.5, 1.3)
         self.leaves["q"] = self.leaves["q"] * self.spread
         if self.family == "fermi":
@@ -123,7 +125,7 @@ class Problem:
             return
         if self.alpha is None:
             self.leaves["alpha"] = 1.1 + 0.8 * self.uniform(r.choice([1, self.H]))
-        if self.marginal == "free":  # 1/(alpha - 1) is where a score of 0 has weight 1
+        if self.marginal == "free":  # a score of 0 has weight 1 at the offset 1/(alpha - 1)
             self.leaves["level"] = 1 / ((self.alpha or 1.5) - 1) - self.uniform(1)
 
     def normal(self, *shape: int) -> Tensor:
@@ -133,7 +135,7 @@ class Problem:
         return torch.rand(*shape, generator=self.g)
 
     def heads(self, H: int, T: int, D: int) -> Tensor:
-        """[B, H, T, D] in one of the layouts that tensors come in."""
+        """[B, H, T, D] in a random memory layout."""
         B, layout = self.B, self.r.choice(["plain", "bthd", "bhdt", "cut", "every other", "expanded"])
         if layout == "plain":
             x = self.normal(B, H, T, D)
@@ -209,8 +211,8 @@ class Problem:
         }
 
     def run(self, backend: str, dtype: torch.dtype | None, faint: Tensor | bool = False) -> dict[str, Tensor]:
-        """Outputs and gradients by name; `dtype` for another than the problem's own. lse and entropy of `faint` rows
-        are not differentiated."""
+        """Outputs and gradients by name; in `dtype` instead of the problem's own if it is given. lse and entropy of
+        `faint` rows are not differentiated."""
         leaves = {}
         for name, leaf in self.leaves.items():
             floating = leaf.is_floating_point()
@@ -236,7 +238,7 @@ class Problem:
         return {name: t.detach() for name, t in results.items()}
 
     def incoming(self, results: dict[str, Tensor], faint: Tensor | bool) -> dict[str, Tensor]:
-        """The gradients that come from the loss."""
+        """The gradients of the loss in the outputs."""
         g, weights = torch.Generator().manual_seed(7), {}
         for name in ("out", *(n for n in ("lse", "entropy") if n in results)):
             weights[name] = torch.randn(results[name].shape, generator=g).to(results[name].dtype)
@@ -251,7 +253,7 @@ class Problem:
         return lower(leaves["q"], leaves["k"], leaves["v"], **self.call(leaves))
 
     def faint(self) -> Tensor | bool:
-        """Rows [B, H, Tq] whose whole mass is too small for the dtype to have digits of single weights."""
+        """Rows [B, H, Tq] whose mass is so small that the dtype cannot represent single weights accurately."""
         if self.marginal not in ("relax", "free") or 0 in (self.B, self.H, self.Tq, self.Tk):
             return False
         form = self.exactly()
@@ -260,10 +262,10 @@ class Problem:
         return (mass > 0) & (mass < kind.tiny / kind.eps)
 
     def sizes(self, truth: dict[str, Tensor], faint: Tensor | bool) -> dict[str, float]:
-        """How much the terms of each gradient are together, without their signs: the sum rounds as they do.
+        """The sum of the absolute terms of each gradient, to which its rounding error is proportional.
 
-        A pair gives w/tau (u - b) to its score and p (u - b) to its log-prior. Here u is the sum of all that is added
-        for it and b the mean of that.
+        A pair adds w/tau (u - b) to the gradient of its score and p (u - b) to that of its log-prior. Here u is
+        replaced by the sum of the absolute terms of u, and -b by their mean.
         """
         leaves = {n: self.leaves[n].detach().double().abs().requires_grad_() for n in ("q", "k")}
         for name in ("mask", "slopes", "bias", "row", "key"):
@@ -288,7 +290,7 @@ class Problem:
         if rows.slack is not None:
             u = u + (w * u).sum(-1, keepdim=True) / (w.sum(-1, keepdim=True) + rows.slack).clamp(min=1e-300)
         options, self.options = self.options, {n: o for n, o in self.options.items() if n != "softcap"}
-        bare = self.exactly(**leaves)  # without the cap, whose slope is at most 1
+        bare = self.exactly(**leaves)  # without softcap, whose slope is at most 1
         self.options = options
         log_prior = bare.log_prior(self.Tq, self.Tk, u.dtype, u.device)
         total = (w * u * scores_of(bare)[0]).sum() + (0.0 if log_prior is None else (p * u * log_prior).sum())
@@ -296,13 +298,13 @@ class Problem:
         sizes = {
             n: 0.0 if g is None or not g.numel() else float(g.abs().max()) for n, g in zip(leaves, found, strict=True)
         }
-        if "level" in self.leaves:  # of relaxed rows it multiplies the price
+        if "level" in self.leaves:  # in relaxed rows the price is a factor, too
             by_level = (w * u).sum(-1, keepdim=True)
             if self.marginal == "relax":
                 by_level = by_level * torch.where(by_level > 0, rows.dual.abs() / form.marginal_parameter, 0.0)
             sizes["level"] = float(by_level.sum())
         if "alpha" in self.leaves:  # beta^2 (1 - 1/y - log y), y = (p/pi)^(alpha - 1)
-            power = form.alpha - 1
+            power = form.parameters[0] - 1
             log_y = power * (p.clamp(min=1e-300).log() - (0.0 if rows.log_prior is None else rows.log_prior))
             by_alpha = p * u / power**2 * (1 + (-log_y).exp() + log_y.abs())
             sizes["alpha"] = float(torch.where(p > 0, by_alpha, 0.0).sum())
@@ -323,7 +325,8 @@ class Problem:
 
 
 def error(found: Tensor, truth: Tensor, share: float = 1.0) -> float:
-    """Largest error (of a share), relative to 1 and to the largest element; equal infinities and NaN do not count."""
+    """Largest error (among a share of the entries), relative to 1 and to the largest entry. Equal infinities and NaN do
+    not count."""
     if not found.numel():
         return 0.0
     found, truth = found.double(), truth.double()
@@ -340,11 +343,12 @@ def served(problem: Problem) -> bool:
 
 
 def check(seed: int) -> str | None:
-    """None, or what is wrong. The tolerance is a multiple of what the definition loses in the same dtype."""
+    """None, or a description of the error. The tolerance is a multiple of the reference backend's error in the same
+    dtype."""
     problem = Problem(seed)
     try:
         if not served(problem):
-            return None  # declined, with a reason
+            return None  # the backend declines it
         faint = problem.faint()
         found = problem.run("native", None, faint)
         truth = problem.run("torch", torch.float64, faint)
@@ -352,7 +356,7 @@ def check(seed: int) -> str | None:
     except Exception as raised:
         return f"{type(raised).__name__}: {raised}"
     half = problem.dtype in (torch.bfloat16, torch.float16)
-    # In relaxed and free rows the mass is an exponential of the scores: so is what rounding costs.
+    # In relaxed and free rows the mass is an exponential of the scores, and so is its rounding error.
     floor = 1e-12 if problem.dtype == torch.float64 else 2e-5
     eps = torch.finfo(torch.float64 if problem.dtype == torch.float64 else torch.float32).eps
     sizes: dict[str, float] | None = None
@@ -361,21 +365,21 @@ def check(seed: int) -> str | None:
             return f"{name}: shape {list(value.shape)}, expected {list(truth[name].shape)}"
         rounded = half and (name == "out" or name in ("grad q", "grad k", "grad v"))
         share, expected = 1.0, truth[name].double()
-        aside = expected.isfinite() & ~plain[name].isfinite()  # beyond the dtype, or so the definition finds
+        aside = expected.isfinite() & ~plain[name].isfinite()  # beyond the range of the dtype
         if name in OF_FAINT_ROWS:
             aside = aside | torch.as_tensor(faint)
         value, definition = (torch.where(aside, expected, t.double()) for t in (value, plain[name]))
         bound = 4 * error(definition, expected) + (torch.finfo(problem.dtype).eps if rounded else floor)
         if problem.Tk > 512 and name in ("score_variance", "cost", "kl", "value_spread"):
-            bound = bound + 5 * floor  # differences of sums, taken key after key
+            bound = bound + 5 * floor  # differences of sums over many keys
         if problem.family == "tsallis":
-            # Near alpha = 1 a weight is a high power of y, with that many times its rounding error. At the edge of the
-            # support a key has weight or has none, as the last bit of its score will have it: above alpha = 2 that is a
-            # low power of the rounding error, and from alpha = 2 on gradients jump with it. Then most of them must be
-            # right, and all finite.
+            # Near alpha = 1 a weight is a high power of y, which multiplies the rounding error of y. The last bit of a
+            # score decides whether a key at the edge of the support has weight. Above alpha = 2 such a weight is a low
+            # power of the rounding error, and for alpha >= 2 gradients jump. Then most gradients must be right and all
+            # must be finite.
             power = 0.5 if problem.alpha is None else problem.alpha - 1
             bound = bound + floor / (power if problem.alpha else 1.0) + (8 * eps ** (1 / power) if power > 1 else 0.0)
-            fine = problem.dtype == torch.float64  # no score comes that near the edge
+            fine = problem.dtype == torch.float64  # no score is that close to the edge
             if name == "support" and not fine:
                 bound, share = bound + 0.02, 0.98
             elif name.startswith("grad") and (problem.alpha or 1.5) >= 2:
@@ -383,10 +387,10 @@ def check(seed: int) -> str | None:
                 if not value[expected.isfinite()].isfinite().all():
                     return f"{name}: not finite"
             elif name.startswith("grad") and power >= 0.5:
-                bound = 3 * bound  # there w is a low power of the rounding error, too
+                bound = 3 * bound  # w is a low power of the rounding error, too
         wrong = error(value, expected, share)
         if not wrong <= bound and name.startswith("grad"):
-            # Terms that cancel: what is left of them is small, what rounding left of each is not.
+            # Where terms cancel, the sum is small, but the rounding errors of the terms are not.
             sizes = problem.sizes(truth, faint) if sizes is None else sizes
             bound += 8 * eps * sizes.get(name.removeprefix("grad "), 0.0) / (1 + float(expected.abs().max()))
         if not wrong <= bound:

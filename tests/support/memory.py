@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-# For a program of its own: the most memory that it has had, in MiB. (`ru_maxrss` would begin with its parent's.)
+# Code for a program in a new process: the peak of its memory in MiB. (`ru_maxrss` would include that of its parent.)
 PEAK = """
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024

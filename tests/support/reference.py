@@ -1,6 +1,6 @@
-"""The truth the tests compare with: attention written out in float64 from the theory, sharing no code with the library.
+"""The results that tests compare with: attention in float64, written from the theory without code of the library.
 
-Slow and plain on purpose: every prior is spelled out as a matrix, every dual variable is found by bisection.
+It is slow and simple on purpose: every prior is a full matrix, and every dual variable is found by bisection.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Truth:
 
 
 def f_and_link(regularizer):
-    """f and g = (f')^-1 as the theory prints them."""
+    """f and g = (f')^-1 as the theory page states them."""
     if isinstance(regularizer, regard.KL):
         return lambda x: torch.xlogy(x, x) - x + 1, torch.exp
     if isinstance(regularizer, regard.Tsallis):
@@ -70,8 +70,8 @@ def log_prior_matrix(prior, is_causal, attn_mask, B, H, Tq, Tk):
             same = (q[:, :, None] == k[:, None]) & (q[:, :, None] >= 0)
             result = result.masked_fill(~same[:, None], -math.inf)
     if attn_mask is not None:
-        forbidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask == -math.inf
-        result = result.masked_fill(forbidden, -math.inf)
+        masked = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask == -math.inf
+        result = result.masked_fill(masked, -math.inf)
     return result
 
 

@@ -1,10 +1,10 @@
-"""Results on several numbers of threads."""
+"""Run a function with different numbers of threads."""
 
 import torch
 
 
 def with_threads(run):
-    """What `run` gives on one, two and three threads."""
+    """The results of `run` with one, two and three threads."""
     before = torch.get_num_threads()
     try:
         results = []

@@ -1,4 +1,4 @@
-"""solve, certify, and the windows on plans too large to store."""
+"""`solve` and `certify`, and the functions that read single weights of plans too large to store."""
 
 import math
 
@@ -26,13 +26,13 @@ def test_shapes(shape, regularizer):
     assert certificate.gap.shape == shape[:-1] and certificate.holds(1e-9)
 
 
-def test_priors_reach_solve():
+def test_solve_uses_the_prior():
     s = scores(2, 4, 6, 6)
     ids = torch.tensor([0, 0, 0, 1, 1, 1])
     prior = Causal() * ALiBi(torch.rand(4, dtype=torch.float64)) * Documents(ids) * Bias(scores(6))
     plan = regard.solve(s, Transport(Tsallis(1.5), prior=prior))
-    forbidden = (ids[:, None] != ids) | ~torch.ones(6, 6).tril().bool()
-    assert (plan.weights[..., forbidden] == 0).all() and plan.certificate().holds(1e-9)
+    masked = (ids[:, None] != ids) | ~torch.ones(6, 6).tril().bool()
+    assert (plan.weights[..., masked] == 0).all() and plan.certificate().holds(1e-9)
 
 
 def test_weights_are_differentiable():
@@ -55,7 +55,7 @@ def test_the_potential_has_the_plan_as_gradient():
             assert torch.allclose((values[0] - values[1]) / (2 * h), plan.weights[:, j], atol=1e-6)
 
 
-def test_a_score_of_minus_infinity_forbids():
+def test_a_score_of_minus_infinity_masks():
     s = torch.tensor([1.0, 2.0, -math.inf])
     for regularizer in (KL(), Tsallis(1.5), FermiDirac()):
         plan = regard.solve(s, Transport(regularizer))
@@ -105,24 +105,25 @@ PROBLEMS = {
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_plan_is_seen_to_be_wrong(problem, wrong):
+def test_a_wrong_plan_is_not_certified(problem, wrong):
     s = scores(4, 7)
     p = regard.solve(s, problem).weights
     if wrong == "one hot" and problem.temperature == 0.0:
-        return  # that one is right
+        return  # this plan is right
     assert regard.certify(s, p, problem).holds(1e-9)
     certificate = regard.certify(s, WRONG[wrong](p), problem)
     assert not certificate.holds(1e-5), f"{wrong} passed: {certificate}"
 
 
-def test_mass_on_a_forbidden_key_is_infinitely_wrong():
+def test_mass_on_a_masked_key_has_an_infinite_gap():
     s = scores(4, 4)
     certificate = regard.certify(s, s.softmax(-1), Transport(prior=Causal()))
     assert certificate.gap[:3].isinf().all() and not certificate.holds()
 
 
 def test_seed_003_normalisers_are_not_optima():
-    """s / sum(s) and ReLU(s) / sum ReLU(s) solve no problem of the family; sparsemax and softmax are told apart."""
+    """s / sum(s) and ReLU(s) / sum ReLU(s) solve no problem of the family. The certificate distinguishes sparsemax from
+    softmax."""
     s = scores(3, 6).abs() + 0.1
     assert not regard.certify(s, s / s.sum(-1, keepdim=True), Transport(Tsallis(2.0))).holds()
     assert not regard.certify(s, s.softmax(-1), Transport(Tsallis(2.0))).holds()
@@ -147,10 +148,10 @@ def test_temperatures_of_zero_among_others():
     assert gradient[0] == 0 and gradient[1] != 0
 
 
-# --- windows ----------------------------------------------------------------------------------------------------------
+# --- readout ----------------------------------------------------------------------------------------------------------
 
 
-def windows(case):
+def readouts(case):
     built = build(case)
     arguments = {k: v for k, v in built.arguments.items() if k in WINDOW_ARGUMENTS}
     return built, arguments, truth(built.query, built.key, built.value, **built.arguments).weights
@@ -158,7 +159,7 @@ def windows(case):
 
 @by_case
 def test_weights_at(case):
-    built, arguments, plan = windows(case)
+    built, arguments, plan = readouts(case)
     Tk = plan.shape[-1]
     generator = torch.Generator().manual_seed(0)
     for shape in ((3,), (case.Tq, 2), (case.B, 1, case.Tq, 4), (case.H, 1, 1)):
@@ -169,7 +170,7 @@ def test_weights_at(case):
 
 @by_case
 def test_topk(case):
-    built, arguments, plan = windows(case)
+    built, arguments, plan = readouts(case)
     for n in {0, 1, min(3, plan.shape[-1]), plan.shape[-1]}:
         weights, indices = regard.topk(built.query, built.key, n, **arguments)
         assert torch.allclose(weights, plan.topk(n, -1).values, atol=1e-9)
@@ -179,7 +180,7 @@ def test_topk(case):
 @by_case
 @pytest.mark.parametrize("block", [1, 3, 100])
 def test_block_mass(case, block):
-    built, arguments, plan = windows(case)
+    built, arguments, plan = readouts(case)
     got = regard.block_mass(built.query, built.key, block, **arguments)
     rows, columns = math.ceil(case.Tq / block), math.ceil(case.Tk / block)
     assert got.shape == (case.B, case.H, rows, columns)
@@ -189,7 +190,7 @@ def test_block_mass(case, block):
             assert torch.allclose(got[:, :, i, j], piece.sum(-1).mean(-1), atol=1e-9)
 
 
-def test_windows_across_blocks(monkeypatch):
+def test_readout_across_blocks(monkeypatch):
     """Many small blocks, a window that leaves most keys out, leading dimensions other than four."""
     monkeypatch.setattr("regard.backends.reference.BLOCK", 256)
     q, k = scores(3, 200, 4), scores(3, 200, 4).flip(1)
@@ -225,7 +226,7 @@ def test_blocks_cover_the_plan_once(monkeypatch):
 
 
 def test_a_link_may_return_its_argument():
-    """f = x^2/2 without p >= 0: the plan is s/tau moved to the mass, negative weights and all."""
+    """f = x^2/2 without p >= 0: the plan is s/tau shifted so that it sums to the mass, with negative weights."""
     squared = FDivergence(lambda x: x * x / 2, lambda t: t, torch.ones_like)
     scores = torch.tensor([3.0, -2.0, 1.0], dtype=torch.float64, requires_grad=True)
     plan = regard.solve(scores, Transport(squared))
@@ -237,7 +238,7 @@ def test_a_link_may_return_its_argument():
     ("arguments", "name"),
     [(([1.0], KL()), "problem"), ((1.0,), "temperatures"), (("warm",), "temperatures"), (([[1.0]],), "temperatures")],
 )
-def test_path_names_what_is_wrong(arguments, name):
+def test_path_errors_name_the_argument(arguments, name):
     with pytest.raises((TypeError, ValueError), match=name):
         regard.path(scores(4), *arguments)
     assert regard.path(scores(4), torch.tensor([1, 2])).entropy.shape == (2,)
