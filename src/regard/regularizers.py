@@ -285,7 +285,7 @@ class FDivergence(Regularizer):
     def _declare(self) -> None:
         if torch.compiler.is_compiling():
             raise NotImplementedError(
-                "FDivergence: build it outside of the compiled function, it holds Python callables"
+                "FDivergence: construct it outside of the compiled function, because it holds Python callables"
             )
         object.__setattr__(self, "family", f"custom {next(_numbers)}")
         _DECLARED[self.family] = self

@@ -37,7 +37,7 @@ class Solver(ABC):
         """The kind of one-sided problem that a backend must serve."""
         return form
 
-    def asked(self, names: tuple[str, ...]) -> tuple[str, ...]:
+    def required_outputs(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """The outputs that a backend must have, so that the solver can compute `names`."""
         return names
 
@@ -46,7 +46,7 @@ class Solver(ABC):
         for name in names:
             if name != "out" and (reason := undefined(name, form)) is not None:
                 raise ValueError(f"return_aux: {reason}")
-        return choose(self.rows(form), self.asked(names), backend)
+        return choose(self.rows(form), self.required_outputs(names), backend)
 
     @abstractmethod
     def attend(self, backend: str, form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:

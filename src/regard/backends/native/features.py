@@ -21,7 +21,7 @@ class Call(NamedTuple):
     map: str  # one of MAPS
     scale: float  # not negative
     causal: bool
-    offset: int  # causal row i reads the keys up to i + offset
+    offset: int  # causal row i reads the keys up to i + offset; Tk is at most Tq + offset
 
 
 def unavailable() -> str | None:

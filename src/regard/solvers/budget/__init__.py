@@ -37,7 +37,7 @@ __all__ = ["BudgetSolver"]
 class BudgetSolver(RowSolver):
     """Rows whose temperatures are found from a budget."""
 
-    def asked(self, names: tuple[str, ...]) -> tuple[str, ...]:
+    def required_outputs(self, names: tuple[str, ...]) -> tuple[str, ...]:
         return (*names, *MEASURED)
 
     def attend(self, backend: str, form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:

@@ -44,7 +44,7 @@ class SinkhornSolver(Solver):
         rows.log_priors = [*rows.log_priors, prices]
         return rows
 
-    def asked(self, names: tuple[str, ...]) -> tuple[str, ...]:
+    def required_outputs(self, names: tuple[str, ...]) -> tuple[str, ...]:
         return (*(name for name in names if name not in COLUMN_STATISTICS), *NEEDED)
 
     def attend(self, backend: str, form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ def iterate(
     fresh = torch.ones(B, H, dtype=torch.bool, device=gamma.device)  # no earlier step to compare with
     arrived, done = ~fresh, limit <= 0
     iterations = torch.zeros(B, H, dtype=torch.long, device=gamma.device)
-    mark, marked = infinite, iterations.clone()  # the share that is to be halved, and since when
+    mark, marked = infinite, iterations.clone()  # the share to be halved, and the iteration since which this is tried
     before, fallback, accepted = (gamma, torch.zeros_like(gamma)), gamma, None
     coarse = False
     for number in range(max(1, int(limit.max()))):

@@ -87,8 +87,8 @@ def _solve_linear(stage: Stage, gamma: Tensor, rhs: Tensor, precision: float, li
     off = float(found.off.max()) if found.off.numel() else 0.0
     if off > min(100 * tolerance, 10 * COARSEST):
         warnings.warn(
-            f"RowsAndColumns: the gradient's linear system was left at a relative residual of {off:.1e} "
-            f"(expected {tolerance:.0e}): its solution at this temperature is nearly singular",
+            f"RowsAndColumns: the linear system of the gradient has a relative residual of {off:.1e} "
+            f"(expected {tolerance:.0e}): it is nearly singular at this temperature",
             stacklevel=2,
         )
     return found.x
