@@ -114,8 +114,8 @@ def conjugate_bound(f: Function, eta: Tensor, start: Tensor, signed: bool = Fals
 
 
 def _inner_point(f: Function, like: Tensor) -> float:
-    """A ratio inside the domain of f, an interval that begins at 0."""
+    """A ratio inside the domain of f, an interval that begins at 0. Parameters of f may add dimensions before x."""
     x = 10 ** torch.linspace(-12, 6, 37, dtype=like.dtype, device=like.device)
     with torch.no_grad():
-        inside = x[f(x).isfinite()]
+        inside = x[f(x).reshape(-1, len(x)).isfinite().all(0)]
     return float(inside[len(inside) // 2]) if len(inside) else 1.0

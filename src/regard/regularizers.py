@@ -29,7 +29,8 @@ class Regularizer(Part, abstract=True):
     A subclass gives a `family` name and three formulas: `f`, `link` (g, zero below its range) and `slope` (g'). Solver,
     gradient, statistics and certificate follow. Its fields are its parameters: each is a number or a tensor (per head
     [H], or broadcast to [B, H, Tq, 1]), may require grad, and reaches the formulas as a number or [B|1, H|1, Tq|1, 1].
-    `domains` gives the open interval of each.
+    `domains` gives the open interval of each. The argument of f is the ratio p / pi. Without a prior pi = 1 for every
+    key (not 1/n), so that the ratio is p.
     """
 
     family: ClassVar[str]
@@ -38,10 +39,16 @@ class Regularizer(Part, abstract=True):
     full_support: ClassVar[bool] = False  # whether link > 0 everywhere: every admissible key has some weight
     signed = False  # whether plans may be negative; without an annotation, because FDivergence makes it a field
 
-    def __init_subclass__(cls, abstract: bool = False) -> None:
+    def __init_subclass__(cls, abstract: bool = False, named: bool = True) -> None:
         super().__init_subclass__(abstract)
-        family = cls.__dict__.get("family")
-        if family is not None:
+        family = getattr(cls, "family", None)
+        if named and not abstract:
+            missing = [name for name in ("f", "link", "slope") if getattr(cls, name) is getattr(Regularizer, name)]
+            if missing or family is None:
+                missing = [*(["family"] if family is None else []), *missing]
+                raise TypeError(
+                    f"{cls.__name__}: expected `family`, `f`, `link` and `slope`, got no {', '.join(missing)}"
+                )
             taken = _FAMILIES.get(family, cls)
             if taken.__qualname__ != cls.__qualname__:  # the same name: the class is defined again, as in a notebook
                 raise ValueError(f"family: expected a name that is not taken, got {family!r}, which is {taken}")
@@ -95,9 +102,14 @@ class Regularizer(Part, abstract=True):
         return self.weights(t, log_prior), slopes
 
     def conjugate(self, t: Tensor) -> Tensor:
-        """f*, from f*(eta) = eta g(eta) - f(g(eta)): exact where link is the inverse of f', too small elsewhere."""
-        ratio = self.link(t)
-        return (t + self.origin) * ratio - self.f(ratio)
+        """An upper bound of f*, from f alone: valid even if link were wrong. The certificate rests on it."""
+        return conjugate_bound(self.f, t + self.origin, self.link(t), self.signed)
+
+
+def _exact_conjugate(regularizer: Regularizer, t: Tensor) -> Tensor:
+    """f*(eta) = eta g(eta) - f(g(eta)), for the formulas of this file, whose link is the inverse of f'."""
+    ratio = regularizer.link(t)
+    return (t + regularizer.origin) * ratio - regularizer.f(ratio)
 
 
 class KL(Regularizer):
@@ -128,6 +140,8 @@ class KL(Regularizer):
     def weights_and_slopes(self, t: Tensor, log_prior: Tensor | None) -> tuple[Tensor, Tensor]:
         weights = self.weights(t, log_prior)
         return weights, weights
+
+    conjugate = _exact_conjugate
 
 
 class Tsallis(Regularizer):
@@ -191,6 +205,8 @@ class Tsallis(Regularizer):
         inside, log_ratio = self._log_ratio(t)
         return torch.where(inside, ((2 - self.alpha) * log_ratio).exp(), 0.0)
 
+    conjugate = _exact_conjugate
+
 
 class FermiDirac(Regularizer):
     """Fermi-Dirac entropy, 0 <= p <= pi: soft top-m with `Rows(mass=m)`, sigmoid attention with `Free()`."""
@@ -228,7 +244,7 @@ _DECLARED: weakref.WeakValueDictionary[str, FDivergence] = weakref.WeakValueDict
 _numbers = itertools.count()
 
 
-class FDivergence(Regularizer):
+class FDivergence(Regularizer, named=False):
     """Your own regulariser: convex `f`, `link` = the inverse of f', `slope` = link's derivative.
 
     `link` counts as 0 at and below `lower`, the infimum of f'. Without `slope`, autograd differentiates link. All
@@ -307,10 +323,6 @@ class FDivergence(Regularizer):
     def derivative(self, t: Tensor) -> Tensor:
         """link's derivative where link is defined: slope, or by autograd."""
         return derivative_of(self.user_link, t) if self.user_slope is None else self.user_slope(t)
-
-    def conjugate(self, t: Tensor) -> Tensor:
-        """An upper bound of f*, from f alone: valid even if link were wrong."""
-        return conjugate_bound(self.user_f, t, self.link(t), self.signed)
 
     def _within(self, function: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
         """function(t) where lower < t < upper, 0 elsewhere. NaN stays NaN."""

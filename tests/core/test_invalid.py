@@ -13,6 +13,7 @@ import torch
 
 import regard
 from regard import KL, AuxRequest, Bias, Causal, FermiDirac, Free, Rows, Transport, Tsallis
+from regard.backends import fused_statistics
 from regard.backends.native import engine
 
 pytestmark = pytest.mark.each_isa
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.each_isa
 BACKENDS = ["torch", *(["native"] if engine.extension()[0] is not None else [])]
 by_backend = pytest.mark.parametrize("backend", BACKENDS)
 H, T, D = 2, 6, 4
-STATISTICS = tuple(name for name in regard.statistics.ROW_STATISTICS if name != "key_mass")
+STATISTICS = tuple(name for name in fused_statistics() if name != "key_mass")
 
 
 def normal(seed, *shape):

@@ -23,6 +23,9 @@ class Backend(ABC):
 
     name: ClassVar[str]  # as in attention(backend=name)
 
+    # The statistics that `forward` computes.
+    statistics: ClassVar[tuple[str, ...]] = ()
+
     # The outputs that `backward` can start from.
     differentiable: ClassVar[tuple[str, ...]] = DIFFERENTIABLE
 

@@ -86,6 +86,7 @@ class Reference(Backend):
     """backend="torch"."""
 
     name: ClassVar[str] = "torch"
+    statistics: ClassVar[tuple[str, ...]] = ROW_STATISTICS
     differentiable: ClassVar[tuple[str, ...]] = ("out", *ROW_STATISTICS)
 
     def unsupported(self, form: Form, names: tuple[str, ...]) -> str | None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .. import hf
 from .._compat import in_backward
 from .._validate import describe
+from ..backends import fused_statistics
 from ..features import STATISTICS as FEATURES_STATISTICS
 from ..features import Features
 from ..lowering import lower
@@ -45,9 +46,10 @@ class Recorder:
         self._layers: dict[str, Layer] = {}  # by the name of the attention
 
     def choose_statistics(self, wanted: Iterable[str] | None) -> tuple[str, ...]:
-        """The statistics to record; by default all that every problem of the model defines, except key_mass."""
+        """The statistics to record; by default all that every problem of the model defines and the fastest backend
+        computes, except key_mass."""
         if wanted is None:
-            common = set(ROW_STATISTICS) - {"key_mass"}
+            common = set(fused_statistics()) - {"key_mass"}
             for problem in self.interception.problems.values():
                 if isinstance(problem, Features):
                     common &= set(FEATURES_STATISTICS)

@@ -63,7 +63,7 @@ def judge_rows(best: Solution, p: Tensor) -> dict[str, Tensor]:
 def dual_value(best: Solution) -> Tensor:
     """lambda m + tau sum_j pi_j f*((s_j - lambda)/tau), an upper bound at any lambda (relaxed: see theory).
 
-    The built-in regularisers have exact conjugates. The conjugate of an FDivergence is bounded from above with f alone.
+    KL, Tsallis and Fermi-Dirac have exact conjugates. Those of other regularisers are bounded from above by f alone.
     """
     form, regularizer = best.form, best.regularizer
     price = torch.where(best.dual == -math.inf, 0.0, best.dual)  # any price gives a bound; rows without keys need none

@@ -44,6 +44,7 @@ class Native(Backend):
     """backend="native"."""
 
     name: ClassVar[str] = "native"
+    statistics: ClassVar[tuple[str, ...]] = tuple(_STATISTICS)
     rounds_cold_priors: ClassVar[bool] = True
 
     def unsupported(self, form: Form, names: tuple[str, ...]) -> str | None:
@@ -71,7 +72,7 @@ class Native(Backend):
             return f"multiplies at most {LOG_PRIORS} biases (got {len(form.log_priors)})"
         if form.first_query or form.first_key:
             return "serves whole plans, not blocks of one"
-        missing = [name for name in names if name not in _STATISTICS and name not in ("out", READOUT)]
+        missing = [name for name in names if name not in self.statistics and name not in ("out", READOUT)]
         if missing:
             return f"has no kernel for the statistic {missing[0]}"
         if READOUT in names and not all(map(concrete, form.tensors().values())):
