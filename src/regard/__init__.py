@@ -1,13 +1,9 @@
 """regard: attention, declared as a transport problem."""
 
 import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from . import geometry as geometry  # a module, not a name of __all__
 from ._version import __version__ as __version__
-from .estimation import Calibration, Estimate, Evidence, calibrate, estimate, evidence
-from .inspection import Inspection, Monitor, inspect, watch
 from .operator import Choice, attention, select_backend
 from .plan import Certificate, Path, Plan, block_mass, certify, path, solve, topk, weights_at
 from .priors import ALiBi, Bias, Causal, Documents, Window
@@ -15,10 +11,19 @@ from .problem import Free, MatchEntropy, MatchKL, Rows, RowsAndColumns, Transpor
 from .regularizers import KL, FDivergence, FermiDirac, Tsallis
 from .statistics import AuxOutput, AuxRequest
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # loaded when first used, so that `import regard` is quick; `_LAZY` and `_MODULES` say the same
     from . import features as features
+    from . import geometry as geometry
     from . import hf as hf
     from . import nn as nn
+    from .estimation import Calibration, Estimate, Evidence, calibrate, estimate, evidence
+    from .inspection import Inspection, Monitor, inspect, watch
+
+_MODULES = ("features", "geometry", "hf", "nn")
+_LAZY = {
+    **dict.fromkeys(("Calibration", "Estimate", "Evidence", "calibrate", "estimate", "evidence"), ".estimation"),
+    **dict.fromkeys(("Inspection", "Monitor", "inspect", "watch"), ".inspection"),
+}
 
 __all__ = [
     "KL",
@@ -63,7 +68,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
-    if name in ("features", "hf", "nn"):  # imported when used: hf needs transformers
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
+    if name in _LAZY:
+        globals()[name] = found = getattr(importlib.import_module(_LAZY[name], __name__), name)
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES, *_LAZY})

@@ -69,9 +69,8 @@ def has_torch_dispatch(kind: type) -> bool:
 # --- which transforms are active --------------------------------------------------------------------------------------
 
 
-def transforms_active() -> bool:
-    """Whether the caller is inside `torch.func.grad`, `vmap`, `jvp` or a similar transform."""
-    return torch._C._are_functorch_transforms_active()
+# Whether the caller is inside `torch.func.grad`, `vmap`, `jvp` or a similar transform.
+transforms_active = torch._C._are_functorch_transforms_active
 
 
 def transform_depth() -> int:
@@ -89,9 +88,8 @@ def forward_mode_enabled() -> AbstractContextManager:
     return forward_ad._set_fwd_grad_enabled(True)
 
 
-def dispatch_modes_active() -> bool:
-    """Whether a mode replaces or records every operator: fake tensors, make_fx."""
-    return bool(torch._C._len_torch_dispatch_stack())
+# Whether a mode replaces or records every operator: fake tensors, make_fx.
+dispatch_modes_active = torch._C._len_torch_dispatch_stack
 
 
 def in_backward() -> bool:
@@ -99,9 +97,8 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def autocast_anywhere() -> bool:
-    """Whether autocast is enabled for any device."""
-    return torch._C._is_any_autocast_enabled()
+# Whether autocast is enabled for any device.
+autocast_anywhere = torch._C._is_any_autocast_enabled
 
 
 # --- the batched tensors of `torch.autograd.grad(is_grads_batched=True)` ----------------------------------------------

@@ -37,8 +37,6 @@ from .priors import Causal, PlanShape, Prior, join_ids
 from .problem import Budget, Free, Rows, RowsAndColumns, Transport
 from .regularizers import FDivergence, Regularizer
 
-_SOFTMAX = Transport()
-
 
 def lower(
     query: Tensor,
@@ -71,7 +69,11 @@ def lower(
     causal = None if attn_mask is None else _causal_bias(attn_mask, Tq, Tk)
     if causal is not None:
         attn_mask = None
-    form = lower_problem(problem, PlanShape(lead, Tq, Tk, compute_dtype(query.dtype), query.device), is_causal, causal)
+    if problem is None and is_causal is False and causal is None:  # plain softmax
+        form = Form()
+    else:
+        shape = PlanShape(lead, Tq, Tk, compute_dtype(query.dtype), query.device)
+        form = lower_problem(problem, shape, is_causal, causal)
     form.query, form.key, form.value = query, key, value
     form.scale = default_scale(D) if scale is None else number("scale", scale, "a finite number", finite)
     if softcap is not None:
@@ -203,13 +205,13 @@ def lower_problem(
     given = () if causal is None else (causal,)
     if is_causal:
         given += (Causal("top_left"),)
-    if problem is None:
-        if not given:
-            return Form()
-        problem = _SOFTMAX
+    form = Form()
+    if problem is None:  # softmax, which the defaults of Form describe
+        if given:
+            _lower_prior(form, given, shape)
+        return form
     if not isinstance(problem, Transport):
         raise TypeError(f"problem: expected a Transport, got {describe(problem)}")
-    form = Form()
     assert problem.regularizer is not None
     _lower_regularizer(form, problem.regularizer, shape)
     _lower_marginal(form, problem, shape)
@@ -236,15 +238,18 @@ def _row(name: str, value: Scalar, shape: PlanShape, per_head: bool = True) -> S
 
 def _lower_regularizer(form: Form, regularizer: Regularizer, shape: PlanShape) -> None:
     form.family = regularizer.family
-    form.declared = regularizer if isinstance(regularizer, FDivergence) else None
+    if isinstance(regularizer, FDivergence):
+        form.declared = regularizer
+        return
     kind = type(regularizer)
     for name, value in regularizer.parameters.items():
-        where = f"{kind.__name__}({name})"
-        lowered = _row(where, value, shape)
-        if name in kind.domains:
-            text, above, below = kind.domains[name]
-            check_values(where, lowered, text, lambda x: (x > above) & (x < below))  # noqa: B023
-        form.parameters.append(lowered)
+        if type(value) is not float:
+            where = f"{kind.__name__}({name})"
+            value = _row(where, value, shape)
+            if name in kind.domains:
+                text, above, below = kind.domains[name]
+                check_values(where, value, text, lambda x: (x > above) & (x < below))  # noqa: B023
+        form.parameters.append(value)
 
 
 def _lower_marginal(form: Form, problem: Transport, shape: PlanShape) -> None:
@@ -314,6 +319,9 @@ def _lower_temperature(form: Form, problem: Transport, shape: PlanShape) -> None
         form.temperature = torch.ones(1, 1, 1, 1, dtype=shape.dtype, device=shape.device)  # the solver replaces it
         form.matched, form.budget = temperature.statistic, _lower_budget(form, temperature, shape)
         return
+    if type(temperature) is float:
+        form.temperature, form.hard = temperature, temperature == 0
+        return
     form.temperature = _row("temperature", temperature, shape, per_head=False)
     check_values("temperature", form.temperature, "temperature >= 0", lambda tau: (tau >= 0) & tau.isfinite())
     form.hard = may_be_zero(form.temperature)
@@ -340,7 +348,8 @@ def _lower_budget(form: Form, rule: Budget, shape: PlanShape) -> Tensor:
 def _lower_prior(form: Form, factors: tuple[Prior, ...], shape: PlanShape) -> None:
     """The product of the factors: windows intersect, slopes add, log-priors are listed, ids are paired."""
     form.offset = _offset(factors, shape.Tq, shape.Tk)
-    shape = shape._replace(offset=form.offset)
+    if form.offset:
+        shape = shape._replace(offset=form.offset)
     for factor in factors:
         terms = factor.terms(shape)
         if terms.left is not None:

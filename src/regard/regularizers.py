@@ -61,7 +61,8 @@ class Regularizer(Part, abstract=True):
     @property
     def parameters(self) -> dict[str, Scalar]:
         """The fields by name, in order."""
-        return dict(zip(self._names, self._values(), strict=True))
+        fields = self.__dict__
+        return {name: fields[name] for name in self._names}
 
     @property
     def origin(self) -> Scalar:

@@ -85,29 +85,20 @@ class Solution:
 Formula = Callable[[Solution], Tensor]
 
 
-class Traits(NamedTuple):
-    """The facts about a problem that decide whether a statistic is defined for it."""
-
-    family: str  # of the regulariser
-    both_marginals: bool
-    hard: bool  # known to have temperature 0 in some row
-    regularizer: Callable[[], Regularizer | None]  # for messages
-
-
 class Statistic(NamedTuple):
     """One entry of the table."""
 
     formula: Formula
     per: str  # one number per "query", per "key" or per "head"
     differentiable: bool
-    undefined: Callable[[Traits], str | None]  # why a problem has no such statistic, or None
+    undefined: Callable[[Form], str | None] | None  # why a problem has no such statistic; None: every problem has it
 
 
 STATISTICS: dict[str, Statistic] = {}
 
 
 def statistic(
-    *, per: str = "query", differentiable: bool = False, undefined: Callable[[Traits], str | None] = lambda traits: None
+    *, per: str = "query", differentiable: bool = False, undefined: Callable[[Form], str | None] | None = None
 ) -> Callable[[Formula], Formula]:
     """Make a function of solved rows a statistic. Its name is the statistic's, its docstring the definition."""
 
@@ -118,15 +109,15 @@ def statistic(
     return register
 
 
-def _at_temperature_zero(name: str) -> Callable[[Traits], str | None]:
-    return lambda traits: f"{name} is not defined at temperature 0" if traits.hard else None
+def _at_temperature_zero(name: str) -> Callable[[Form], str | None]:
+    return lambda form: f"{name} is not defined at temperature 0" if form.known_hard else None
 
 
-def _lse_undefined(traits: Traits) -> str | None:
-    if traits.family != "kl":
-        name = repr(traits.regularizer())
+def _lse_undefined(form: Form) -> str | None:
+    if form.family != "kl":
+        name = repr(form.regularizer)
         return f"lse is defined for KL only, not for {name} (dual and value are defined for every problem)"
-    return _at_temperature_zero("lse")(traits)
+    return _at_temperature_zero("lse")(form) if form.hard else None
 
 
 # --- the statistics ---------------------------------------------------------------------------------------------------
@@ -323,9 +314,9 @@ def key_mass(rows: Solution) -> Tensor:
 # --- statistics of plans with both marginals --------------------------------------------------------------------------
 
 
-def _columns_only(name: str) -> Callable[[Traits], str | None]:
+def _columns_only(name: str) -> Callable[[Form], str | None]:
     text = f"{name} is defined for RowsAndColumns only: other plans have no constraint on their columns"
-    return lambda traits: None if traits.both_marginals else text
+    return lambda form: None if form.marginal == "columns" else text
 
 
 def _no_formula(rows: Solution) -> Tensor:
@@ -349,8 +340,10 @@ DIFFERENTIABLE = ("out", *(name for name, found in STATISTICS.items() if found.d
 
 def undefined(name: str, form: Form) -> str | None:
     """Why this problem has no such statistic, or None."""
-    traits = Traits(form.family, form.marginal == "columns", form.known_hard, lambda: form.regularizer)
-    return STATISTICS[name].undefined(traits)
+    reason = STATISTICS[name].undefined
+    if reason is None:
+        return None
+    return reason(form)
 
 
 # --- requesting statistics --------------------------------------------------------------------------------------------
@@ -363,9 +356,9 @@ def _all(cls: type[AuxRequest], problem: object = None) -> AuxRequest:
         raise TypeError(f"problem: expected a Transport, got {problem!r}")
     hard = not isinstance(problem.temperature, Budget) and may_be_zero(problem.temperature)
     assert problem.regularizer is not None
-    both_marginals = isinstance(problem.marginal, RowsAndColumns)
-    traits = Traits(problem.regularizer.family, both_marginals, hard, lambda: problem.regularizer)
-    return cls(**{name: found.undefined(traits) is None for name, found in STATISTICS.items()})
+    form = Form(family=problem.regularizer.family, declared=problem.regularizer, hard=hard)
+    form.marginal = "columns" if isinstance(problem.marginal, RowsAndColumns) else "rows"
+    return cls(**{name: undefined(name, form) is None for name in STATISTICS})
 
 
 if TYPE_CHECKING:  # the fields are made from the table above: type checkers see only their types

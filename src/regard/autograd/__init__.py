@@ -20,15 +20,16 @@ from .library import run_compiled
 
 def run(backend: str, form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Output and statistics by a backend; `out`, `lse` and `entropy` are differentiable."""
-    if BACKENDS[backend].has_own_autograd and not forward_mode():
+    ahead = forward_mode()
+    if BACKENDS[backend].has_own_autograd and not ahead:
         return {"out": BACKENDS[backend].attend(form)}
     if torch.compiler.is_compiling():
-        if forward_mode():
+        if ahead:
             raise NotImplementedError(
                 "forward mode under torch.compile is not supported: use the transform in eager mode"
             )
         return run_compiled(backend, form, names)
-    transformed, ahead = transforms_active(), forward_mode()
+    transformed = transforms_active()
     if dispatch_modes_active():
         # A mode records or replaces every operator (fake tensors, make_fx). It must see regard's operator, or the plain
         # operations of the reference: an engine reads memory, which fake tensors do not have.

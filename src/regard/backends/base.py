@@ -88,14 +88,14 @@ class Backend(ABC):
         assert form.query is not None and form.value is not None
         rows = tuple(form.query.shape[:3])
         shapes: dict[str, tuple[int, ...]] = {}
+        others = False
         for name in names:
-            if name == "out":
-                shapes[name] = (*rows, form.value.shape[3])
-            elif name in STATISTICS and STATISTICS[name].per == "key":
-                shapes[name] = (*rows[:2], form.value.shape[2])
+            found = STATISTICS.get(name)
+            if found is None:
+                shapes[name] = (*rows, form.value.shape[3]) if name == "out" else rows
+                others = others or name != "out"
             else:
-                shapes[name] = rows
-        for name, shape in self.saved_shapes(form).items():
-            if name in shapes:
-                shapes[name] = shape
+                shapes[name] = (*rows[:2], form.value.shape[2]) if found.per == "key" else rows
+        if others:
+            shapes |= {name: shape for name, shape in self.saved_shapes(form).items() if name in shapes}
         return shapes

@@ -72,11 +72,12 @@ class Native(Backend):
             return f"multiplies at most {LOG_PRIORS} biases (got {len(form.log_priors)})"
         if form.first_query or form.first_key:
             return "serves whole plans, not blocks of one"
-        missing = [name for name in names if name not in self.statistics and name not in ("out", READOUT)]
-        if missing:
-            return f"has no kernel for the statistic {missing[0]}"
-        if READOUT in names and not all(map(concrete, form.tensors().values())):
-            return "reads memory, which traced tensors do not have"
+        for name in names:
+            if name == READOUT:
+                if not all(map(concrete, form.tensors().values())):
+                    return "reads memory, which traced tensors do not have"
+            elif name != "out" and name not in _STATISTICS:
+                return f"has no kernel for the statistic {name}"
         return None
 
     def saved(self, form: Form, names: tuple[str, ...]) -> tuple[str, ...]:
