@@ -4,8 +4,8 @@
 the user's objects.
 
 Shape letters, here and everywhere: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D, Dv head sizes.
-Every tensor but key and value broadcasts to [B, H, Tq, Tk]. So one rule cuts a block out of a problem (`Form.cut`), and
-a block of a Form is again a Form. A tensor that is given with broadcast dimensions is never expanded.
+Every tensor but query, key and value broadcasts to [B, H, Tq, Tk]. So one rule cuts a block out of a problem
+(`Form.cut`), and a block of a Form is again a Form. A tensor that is given with broadcast dimensions is never expanded.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Form:
     softcap: float | None = None
     score_bias: Tensor | None = None  # a float attn_mask
 
-    # The prior is log pi = sum(log_priors) - slopes * |distance|, and 0 where a key is masked.
+    # The prior is pi = exp(sum(log_priors) - slopes * |distance|), and pi = 0 where a key is masked.
     mask: Tensor | None = None  # a bool attn_mask, True = admissible
     log_priors: list[Tensor] = field(default_factory=list)
     slopes: Tensor | None = None  # [1, H|1, 1, 1]
     query_ids: Tensor | None = None  # [B|1, 1, Tq, 1]; a key is admissible if its id is the query's, and not negative
     key_ids: Tensor | None = None  # [B|1, 1, 1, Tk]
-    left: int | None = None  # the first admissible key is at position - left
+    left: int | None = None  # the first admissible key of query i is i + offset - left
     right: int | None = None  # the last one at position + right
     offset: int = 0  # query i is at key position i + offset
 
@@ -73,7 +73,7 @@ class Form:
     matched: str | None = None  # "kl" or "entropy": find each row's temperature, where this statistic is `budget`
     budget: Tensor | None = None  # [B|1, H|1, Tq|1, 1]
 
-    # Dropout: the hash of (key, query, dropout_key) decides which weights are dropped.
+    # Dropout: a hash of (index of the key, index of the query, dropout_key) decides which weights are dropped.
     dropout_p: float = 0.0
     dropout_key: Tensor | None = None  # [B, H, 1, 1] of 32-bit integers
 
@@ -81,7 +81,7 @@ class Form:
     first_query: int = 0
     first_key: int = 0
 
-    # Objects that operators cannot take: an FDivergence, whose family name is passed instead, and column settings.
+    # Objects that a torch.library operator cannot take: an FDivergence (its family name is passed) and column settings.
     declared: Regularizer | None = None
     columns: ColumnSettings | None = None
 

@@ -56,8 +56,8 @@ def attention(  # type: ignore[reportInconsistentOverload] - the overloads name 
     The first eight arguments have PyTorch's names, order and meaning. `problem` is a `Transport` (None: softmax). Masks
     and `is_causal` (aligned top-left) multiply into its prior. A mask of PyTorch's type `CausalBias` counts as the
     causal prior that it stands for; other subclasses of Tensor raise. `softcap=c` makes the score
-    c * tanh(scale * qk / c). `key_scale` multiplies each key by a number; it broadcasts to [..., H, Tk] or
-    [..., Hkv, Tk].
+    c * tanh(scale * qk / c). `key_scale` multiplies each key by a number (`calibrate` finds such numbers) and
+    broadcasts to [..., H, Tk] or [..., Hkv, Tk].
 
     With `return_aux=AuxRequest(...)` the result is (output, AuxOutput). `backend` is "auto" or the name of a backend. A
     named backend that cannot serve the problem raises and never falls back. A row without admissible keys gives 0.

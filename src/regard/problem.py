@@ -32,7 +32,8 @@ class Rows(Marginal):
     """Each query sends `mass` (sum_j p_j = mass).
 
     `sink` adds a null key of that score (a number, or per head): it takes mass and returns nothing.
-    `relax` replaces the constraint by a penalty relax * KL(sum_j p_j || 1). At most one of the three may be set.
+    `relax` replaces the constraint by the penalty relax * (m log m - m + 1) on the mass m = sum_j p_j. A mass other
+    than 1, a sink and a relaxation exclude one another.
     """
 
     mass: float = 1.0
@@ -52,7 +53,7 @@ class Rows(Marginal):
 
 
 class Free(Marginal):
-    """No constraint on the rows: p = pi * g((s + offset) / tau)."""
+    """No constraint on the rows: p = pi * g((s + offset) / tau), where the link g is the inverse of f'."""
 
     offset: Scalar = 0.0
 
@@ -63,17 +64,18 @@ class Free(Marginal):
 class RowsAndColumns(Marginal):
     """Each query sends `row` and each key receives `column`: attention as optimal transport (Sinkhorn), KL only.
 
-    The plan is p_ij = pi_ij exp((s_ij - f_i - g_j)/tau), one price per query and one per key. `row` is a number or a
-    tensor that broadcasts to [..., H, Tq] (None: 1). `column` is a tensor that broadcasts to [..., H, Tk] (None: the
-    keys of a document share equally what its queries send, Tq/Tk each). A query without admissible keys sends nothing,
-    and a key that is masked for every query receives nothing. `relax` replaces the constraint on the columns by a
-    penalty relax * KL(column sums || column). All three may require grad.
+    The plan is p_ij = pi_ij exp((s_ij - f_i - g_j)/tau). The prices f_i of the queries and g_j of the keys are numbers,
+    not the functions f and g. `row` is a number or a tensor that broadcasts to [..., H, Tq] (None: 1). `column` is a
+    tensor that broadcasts to [..., H, Tk] (None: all keys receive the same, Tq/Tk each; with a prior `Documents`, all
+    keys of one document). A query without admissible keys sends nothing, and a key that is masked for every query
+    receives nothing. `relax` replaces the constraint on the columns by a penalty relax * KL(column sums || column). All
+    three may require grad.
 
-    The rows are met exactly, the columns to `tolerance`: at most that share of a document's mass is in a wrong column.
-    If `max_iterations` are not enough, a warning states the share, or with `strict` an error is raised. The gradient is
-    that of the solution (implicit differentiation). It is exact to rounding, or to a tenth of `tolerance` where that is
-    above 1e-6. `iterations=n` stops after n normalisations (rows, columns, ..., rows, so n is odd) instead; 1 is
-    softmax, 3 or 5 is Sinkformer's setting. The gradient is then that of those n steps.
+    The rows are met exactly, the columns to `tolerance`: at most that share of the mass (of each document, if there are
+    several) is in a wrong column. If `max_iterations` are not enough, a warning states the share, or with `strict` an
+    error is raised. The gradient is that of the solution (implicit differentiation), exact to rounding; if `tolerance`
+    is above 1e-6, to a tenth of `tolerance`. `iterations=n` stops after n normalisations (rows, columns, ..., rows, so
+    n is odd) instead; 1 is softmax, 3 or 5 is Sinkformer's setting. The gradient is then that of those n steps.
 
     A causal prior or mask raises: what a key receives depends on later queries, so earlier ones would see the future.
     """
@@ -134,9 +136,10 @@ class MatchKL(Budget):
     highest expected score. `budget` is a number or a tensor that broadcasts to [B, H, Tq, 1], and may require grad.
 
     A row that cannot meet its budget gets the nearest plan. For a budget of 0 or less this is the prior itself
-    (temperature near infinity). For a budget above the KL of the hard plan (log of sum(pi) / pi of the best keys) it is
-    hard routing: the best key, or equally good keys in proportion to their priors. The plan of such a row is constant:
-    only the values get a gradient. Mask keys with a bool mask or -inf: a very low score still counts as admissible.
+    (temperature near infinity). For a budget above the KL of the hard plan, log(sum(pi) / sum of the best keys' pi), it
+    is hard routing: the best key, or equally good keys in proportion to their priors. The plan of such a row is
+    constant: only the values get a gradient. Mask keys with a bool mask or -inf: a key with a very low score is still
+    admissible.
     """
 
     statistic: ClassVar[str] = "kl"

@@ -1,7 +1,7 @@
 """The reference backend: the definition of every one-sided problem in plain PyTorch, on any device and in any dtype.
 
-`attend` computes scores, solves the rows (row_equation.py) and transports the values. `forward` and `backward` walk
-over blocks of queries and hold one block of the plan at a time.
+`attend` computes scores, solves the rows (row_equation.py) and multiplies the weights with the values. `forward` and
+`backward` walk over blocks of queries and hold one block of the plan at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCK = 2**21  # weights held at once (in a handful of buffers): 8 MiB each in f
 
 
 def scores_of(form: Form) -> tuple[Tensor, Tensor]:
-    """Scores [B, H, Tq, Tk] and values [B, Hkv, Tk, Dv] in the compute dtype. Invalid values in masked keys are 0."""
+    """Scores [B, H, Tq, Tk] and values [B, Hkv, Tk, Dv] in the compute dtype. Keys masked for every query are 0."""
     assert form.query is not None and form.key is not None and form.value is not None
     B, H, Tq, Tk = form.shape
     Hkv = form.key.shape[1]
@@ -31,7 +31,7 @@ def scores_of(form: Form) -> tuple[Tensor, Tensor]:
     if admissible is not None:
         # A key that is masked for every query may hold NaN, and 0 * NaN is NaN. It is replaced by zeros, and so is a
         # query without admissible keys.
-        admissible = admissible.expand(*torch.broadcast_shapes(admissible.shape, (1, 1, 1, 1)))
+        admissible = admissible.expand(*torch.broadcast_shapes(admissible.shape, (1, 1, 1, 1)))  # four dimensions
         query = torch.where(admissible.any(3, keepdim=True), query, 0.0)
         read = admissible.any(2)  # [B|1, H|1, Tk|1]
         if read.shape[1] > 1:
@@ -48,7 +48,8 @@ def scores_of(form: Form) -> tuple[Tensor, Tensor]:
 
 
 def attend(form: Form, names: tuple[str, ...], mu: Tensor | None = None, order: int = 1) -> dict[str, Tensor]:
-    """Output and statistics of a form whose plan is held in memory as a whole. Differentiable."""
+    """Output and statistics of a form whose plan is held in memory as a whole. Differentiable; `mu` and `order` as in
+    `solve_rows`. Without keys the weights have one column, which is cut off."""
     scores, value = scores_of(form)
     rows = solve_rows(form, scores, mu, order)
     results = {}
