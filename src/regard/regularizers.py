@@ -142,7 +142,8 @@ class KL(Regularizer):
         weights = self.weights(t, log_prior)
         return weights, weights
 
-    conjugate = _exact_conjugate
+    def conjugate(self, t: Tensor) -> Tensor:
+        return _exact_conjugate(self, t)
 
 
 class Tsallis(Regularizer):
@@ -206,7 +207,8 @@ class Tsallis(Regularizer):
         inside, log_ratio = self._log_ratio(t)
         return torch.where(inside, ((2 - self.alpha) * log_ratio).exp(), 0.0)
 
-    conjugate = _exact_conjugate
+    def conjugate(self, t: Tensor) -> Tensor:
+        return _exact_conjugate(self, t)
 
 
 class FermiDirac(Regularizer):

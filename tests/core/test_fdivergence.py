@@ -426,3 +426,45 @@ def test_the_bound_over_negative_ratios():
     for start in (-1e6, 0.0, 3.0, math.nan):
         found = conjugate_bound(lambda x: x * x / 2, eta, torch.full_like(eta, start), signed=True)
         assert torch.allclose(found, eta**2 / 2, rtol=1e-13, atol=1e-13)
+
+
+# --- regularisers written as classes ----------------------------------------------------------------------------------
+
+
+def stiff(inverse):
+    """A class with f = 2 (r - 1)^2 and the given link, whose right form is relu(1 + t / 4)."""
+
+    class Stiff(regard.regularizers.Regularizer):
+        family = f"stiff {inverse(torch.ones(1)).item()}"
+
+        def f(self, ratio):
+            return 2 * (ratio - 1) ** 2
+
+        def link(self, t):
+            return inverse(t)
+
+        def slope(self, t):
+            return torch.ones_like(t) / 4
+
+    return Stiff()
+
+
+def test_a_certificate_does_not_rely_on_the_link_of_a_class():
+    problem = Transport(stiff(lambda t: (1 + t / 4).relu()))
+    assert regard.solve(three_rows(), problem).certificate().holds(1e-10)
+    wrong = Transport(stiff(lambda t: (1 + 4 * t).relu()))
+    judged = regard.solve(three_rows(), wrong).certificate()
+    assert not judged.holds(1e-3)
+    better = regard.solve(three_rows(), problem).weights
+    assert (regard.certify(three_rows(), better, wrong).primal <= judged.dual + 1e-9).all()  # the bound is a bound
+
+
+def test_a_class_without_its_formulas_raises_when_it_is_defined():
+    with pytest.raises(TypeError, match="Half: expected `family`, `f`, `link` and `slope`, got no family, slope"):
+
+        class Half(regard.regularizers.Regularizer):
+            def f(self, ratio):
+                return ratio
+
+            def link(self, t):
+                return t
