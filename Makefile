@@ -39,7 +39,7 @@ tour: .venv/ready  ## a tour of the library, in the terminal
 	@$(PY) examples/tour.py
 
 test: .venv/tests  ## all tests
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal --durations 10
 
 grid: .venv/tests  ## every point of the sweep over PyTorch's own attention, of which `make test` runs a sample
 	REGARD_GRID=all OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal tests/backends/test_sdpa_grid.py

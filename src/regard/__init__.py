@@ -12,14 +12,16 @@ from .regularizers import KL, FDivergence, FermiDirac, Tsallis
 from .statistics import AuxOutput, AuxRequest
 
 if TYPE_CHECKING:  # loaded when first used, so that `import regard` is quick; `_LAZY` and `_MODULES` say the same
+    from . import estimation as estimation
     from . import features as features
     from . import geometry as geometry
     from . import hf as hf
+    from . import inspection as inspection
     from . import nn as nn
     from .estimation import Calibration, Estimate, Evidence, calibrate, estimate, evidence
     from .inspection import Inspection, Monitor, inspect, watch
 
-_MODULES = ("features", "geometry", "hf", "nn")
+_MODULES = ("estimation", "features", "geometry", "hf", "inspection", "nn")
 _LAZY = {
     **dict.fromkeys(("Calibration", "Estimate", "Evidence", "calibrate", "estimate", "evidence"), ".estimation"),
     **dict.fromkeys(("Inspection", "Monitor", "inspect", "watch"), ".inspection"),

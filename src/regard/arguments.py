@@ -69,7 +69,9 @@ def takes_options(kind: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
         plain = inspect.signature(function)
         named = [p for p in plain.parameters.values() if p.kind is not p.VAR_KEYWORD]
         options = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind.__annotations__[name]
+            )
             for name, default in DEFAULTS.items()
             if name in known
         ]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .form import Form
 from .lowering import lower
-from .problem import Transport
 from .solvers import solver_for
 from .statistics import AuxOutput, requested
 
@@ -19,22 +19,10 @@ observers: list[Callable[[Form, Callable[[tuple[str, ...]], dict[str, Tensor]], 
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    problem: Transport | None,
-    softcap: float | None,
-    key_scale: Tensor | None,
-    return_aux: object,
-    backend: str,
+    return_aux: object, backend: str, query: Tensor, key: Tensor, value: Tensor, *options: Any
 ) -> Tensor | tuple[Tensor, AuxOutput]:
-    """What `attention` returns for these arguments."""
-    form = lower(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap, key_scale)
+    """What `attention` returns. `options` are the further arguments of `lower`, in its order."""
+    form = lower(query, key, value, *options)
     statistics = requested(return_aux)
     results = compute(form, ("out", *statistics), backend)
     out = results["out"]

@@ -335,6 +335,10 @@ def _lower_budget(form: Form, rule: Budget, shape: PlanShape) -> Tensor:
     budget = _row(name, value, shape, per_head=False)
     check_values(name, budget, "finite numbers", torch.isfinite)
     if rule.statistic == "entropy":
+        if form.slopes is not None:
+            raise ValueError(
+                "temperature: MatchEntropy expects a prior of 0 and 1, got slopes (MatchKL takes any prior)"
+            )
         for bias in form.log_priors:
             if concrete(bias) and bool(((bias != 0) & (bias != -math.inf)).any()):
                 raise ValueError(

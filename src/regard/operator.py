@@ -68,8 +68,8 @@ def attention(  # type: ignore[reportInconsistentOverload] - the overloads name 
     if problem is not None and torch.compiler.is_compiling() and isinstance(problem.marginal, RowsAndColumns):
         from .compile_break import attend_eagerly as run  # the graph breaks here
     return run(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap, key_scale, return_aux,
-        backend,
+        return_aux, backend, query, key, value,
+        attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap, key_scale,
     )  # fmt: skip
 
 
@@ -85,12 +85,16 @@ def select_backend(
     **options: Unpack[AttentionOptions],
 ) -> Choice:
     """The backend that `attention` would use for the same arguments, and why each backend before it was not chosen."""
-    call = _SIGNATURE.bind(query, key, value, *positional, return_aux=return_aux, **options)
+    try:
+        call = _SIGNATURE.bind(query, key, value, *positional, return_aux=return_aux, **options)
+    except TypeError as error:
+        raise TypeError(f"select_backend(): {error}") from None
     call.apply_defaults()
     given = call.arguments
-    names, backend = ("out", *requested(given.pop("return_aux"))), given.pop("backend")
+    return_aux, backend = given.pop("return_aux"), given.pop("backend")
     with torch.random.fork_rng(devices=[]):  # lowering draws a dropout seed, which must not change the caller's state
         form = lower(**given)
+    names = ("out", *requested(return_aux))
     return Choice(*solver_for(form).choose(form, names, backend))
 
 

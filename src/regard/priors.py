@@ -72,6 +72,11 @@ class Prior(Part, abstract=True):
     positioned: ClassVar[bool] = False  # whether it depends on positions: then it has a field `alignment`
     weighted: ClassVar[bool] = False  # whether it has other values than 0 and 1 by construction
 
+    def __init_subclass__(cls, abstract: bool = False) -> None:
+        if cls.positioned and not abstract and "alignment" not in cls.__annotations__ and not hasattr(cls, "alignment"):
+            raise TypeError(f"{cls.__name__}: expected a field `alignment`, because it depends on positions; got none")
+        super().__init_subclass__(abstract)
+
     def __mul__(self, other: Prior) -> Prior:
         if not isinstance(other, Prior):
             return NotImplemented
@@ -253,3 +258,9 @@ def join_ids(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tup
         return torch.where((others < 0) | (ids < 0), -1, others * base + ids)
 
     return pair(queries, other_queries), pair(keys, other_keys)
+
+
+# Version 0.1 had these classes in regard.problem. Its checkpoints name them so.
+torch.serialization.add_safe_globals(
+    [(kind, f"regard.problem.{kind.__name__}") for kind in (ALiBi, Bias, Causal, Documents, Product, Window)]
+)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ._pytree import Part
 from ._validate import Scalar, check_scalar, describe, finite, is_integer, not_negative, positive
-from .priors import Prior
+from .priors import ALiBi, Bias, Causal, Documents, Prior, Product, Window  # noqa: F401 - where 0.1 had them
 from .regularizers import KL, Regularizer
 
 # --- marginals --------------------------------------------------------------------------------------------------------

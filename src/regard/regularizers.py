@@ -39,20 +39,15 @@ class Regularizer(Part, abstract=True):
     full_support: ClassVar[bool] = False  # whether link > 0 everywhere: every admissible key has some weight
     signed = False  # whether plans may be negative; without an annotation, because FDivergence makes it a field
 
-    def __init_subclass__(cls, abstract: bool = False, named: bool = True) -> None:
+    _anonymous: ClassVar[bool] = False  # whether each object has a family of its own, as FDivergence
+
+    def __init_subclass__(cls, abstract: bool = False, anonymous: bool = False) -> None:
+        cls._anonymous = cls._anonymous or anonymous
+        if not abstract and not cls._anonymous:
+            _check_class(cls)
         super().__init_subclass__(abstract)
-        family = getattr(cls, "family", None)
-        if named and not abstract:
-            missing = [name for name in ("f", "link", "slope") if getattr(cls, name) is getattr(Regularizer, name)]
-            if missing or family is None:
-                missing = [*(["family"] if family is None else []), *missing]
-                raise TypeError(
-                    f"{cls.__name__}: expected `family`, `f`, `link` and `slope`, got no {', '.join(missing)}"
-                )
-            taken = _FAMILIES.get(family, cls)
-            if taken.__qualname__ != cls.__qualname__:  # the same name: the class is defined again, as in a notebook
-                raise ValueError(f"family: expected a name that is not taken, got {family!r}, which is {taken}")
-            _FAMILIES[family] = cls
+        if "family" in cls.__dict__:
+            _FAMILIES[cls.family] = cls
 
     def __post_init__(self) -> None:
         for name, (text, above, below) in self.domains.items():
@@ -105,6 +100,23 @@ class Regularizer(Part, abstract=True):
     def conjugate(self, t: Tensor) -> Tensor:
         """An upper bound of f*, from f alone: valid even if link were wrong. The certificate rests on it."""
         return conjugate_bound(self.f, t + self.origin, self.link(t), self.signed)
+
+
+def _check_class(cls: type[Regularizer]) -> None:
+    """Raise for a class without its formulas, or with the family of another class."""
+    formulas, family = ("f", "link", "slope"), getattr(cls, "family", None)
+    missing = [name for name in formulas if getattr(cls, name) is getattr(Regularizer, name)]
+    missing = missing if family is not None else ["family", *missing]
+    if missing:
+        raise TypeError(f"{cls.__name__}: expected `family`, `f`, `link` and `slope`, got no {', '.join(missing)}")
+    taken = _FAMILIES.get(family, cls)
+    if "family" not in cls.__dict__:  # it is solved as the class that it extends
+        changed = [name for name in formulas if name in cls.__dict__]
+        if changed:
+            raise TypeError(f"{cls.__name__}: expected a `family` of its own, got {family!r} and its own {changed[0]}")
+    # A class that is defined again, as in a notebook, has the same name and module.
+    elif (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise ValueError(f"family: expected a name that is not taken, got {family!r}, which is {taken}")
 
 
 def _exact_conjugate(regularizer: Regularizer, t: Tensor) -> Tensor:
@@ -247,7 +259,7 @@ _DECLARED: weakref.WeakValueDictionary[str, FDivergence] = weakref.WeakValueDict
 _numbers = itertools.count()
 
 
-class FDivergence(Regularizer, named=False):
+class FDivergence(Regularizer, anonymous=True):
     """Your own regulariser: convex `f`, `link` = the inverse of f', `slope` = link's derivative.
 
     `link` counts as 0 at and below `lower`, the infimum of f'. Without `slope`, autograd differentiates link. All

@@ -468,3 +468,24 @@ def test_a_class_without_its_formulas_raises_when_it_is_defined():
 
             def link(self, t):
                 return t
+
+
+def test_a_class_may_extend_a_regulariser_and_not_replace_its_formulas():
+    class Half(regard.Tsallis):
+        alpha: float = 1.5
+
+    scores = three_rows()
+    assert torch.equal(
+        regard.solve(scores, Transport(Half())).weights, regard.solve(scores, Transport(regard.Tsallis(1.5))).weights
+    )
+
+    class Squares(FDivergence):
+        def __init__(self):
+            super().__init__(lambda ratio: ratio**2 / 2, torch.relu, lower=0.0)
+
+    expected = regard.solve(scores, Transport(regard.Tsallis(2.0))).weights
+    assert torch.allclose(regard.solve(scores, Transport(Squares())).weights, expected)
+    with pytest.raises(TypeError, match="Other: expected a `family` of its own, got 'tsallis' and its own link"):
+        type("Other", (regard.Tsallis,), {"link": lambda self, t: t})
+    with pytest.raises(ValueError, match="family: expected a name that is not taken, got 'kl'"):
+        type("KL", (regard.KL,), {"family": "kl", "__module__": "elsewhere"})

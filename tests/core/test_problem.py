@@ -157,3 +157,16 @@ def test_numpy_numbers():
     ours = Transport(prior=Causal() * Window(numpy.int64(2)), temperature=numpy.float32(0.5))
     theirs = Transport(prior=Causal() * Window(2), temperature=0.5)
     assert torch.equal(*(regard.attention(q, q, q, problem=p, scale=numpy.float64(0.3)) for p in (ours, theirs)))
+
+
+def test_priors_of_version_0_1_load():
+    """Version 0.1 had the priors in regard.problem: pickles and checkpoints name them so."""
+    assert pickle.loads(b"cregard.problem\nCausal\n.") is regard.Causal
+    known = {name for _, name in filter(lambda entry: isinstance(entry, tuple), torch.serialization.get_safe_globals())}
+    assert {"regard.problem.Causal", "regard.problem.Product"} <= known
+    assert regard.problem.ALiBi is regard.ALiBi
+
+
+def test_a_prior_that_depends_on_positions_has_an_alignment():
+    with pytest.raises(TypeError, match="Lost: expected a field `alignment`"):
+        type("Lost", (regard.priors.Prior,), {"positioned": True, "__annotations__": {}})

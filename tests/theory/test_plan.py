@@ -242,3 +242,9 @@ def test_path_errors_name_the_argument(arguments, name):
     with pytest.raises((TypeError, ValueError), match=name):
         regard.path(scores(4), *arguments)
     assert regard.path(scores(4), torch.tensor([1, 2])).entropy.shape == (2,)
+
+
+def test_path_of_both_marginals_raises():
+    for temperatures in ([], [0.0, 1.0], [1.0]):
+        with pytest.raises(NotImplementedError, match="problem: path follows rows one by one"):
+            regard.path(torch.zeros(3, 3), temperatures, Transport(marginal=regard.RowsAndColumns()))

@@ -12,7 +12,7 @@ from .. import statistics
 from .._validate import describe
 from ..backends.row_equation import solve_rows
 from ..lowering import lower_scores
-from ..problem import Transport
+from ..problem import RowsAndColumns, Transport
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +48,8 @@ def path(scores: Tensor, temperatures: Tensor | Sequence[float], problem: Transp
     problem = Transport() if problem is None else problem
     if not isinstance(problem, Transport):
         raise TypeError(f"problem: expected a Transport, got {describe(problem)}")
+    if isinstance(problem.marginal, RowsAndColumns):
+        raise NotImplementedError(f"problem: path follows rows one by one, got {problem.marginal!r}")
     try:
         given = torch.as_tensor(temperatures, dtype=None if isinstance(temperatures, Tensor) else torch.float64)
     except (TypeError, ValueError, RuntimeError):
