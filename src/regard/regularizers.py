@@ -104,9 +104,9 @@ class Regularizer(Part, abstract=True):
 
 def _check_class(cls: type[Regularizer]) -> None:
     """Raise for a class without its formulas, or with the family of another class."""
-    formulas, family = ("f", "link", "slope"), getattr(cls, "family", None)
+    formulas, family = ("f", "link", "slope"), getattr(cls, "family", "")
     missing = [name for name in formulas if getattr(cls, name) is getattr(Regularizer, name)]
-    missing = missing if family is not None else ["family", *missing]
+    missing = missing if family else ["family", *missing]
     if missing:
         raise TypeError(f"{cls.__name__}: expected `family`, `f`, `link` and `slope`, got no {', '.join(missing)}")
     taken = _FAMILIES.get(family, cls)

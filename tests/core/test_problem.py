@@ -162,7 +162,7 @@ def test_numpy_numbers():
 def test_priors_of_version_0_1_load():
     """Version 0.1 had the priors in regard.problem: pickles and checkpoints name them so."""
     assert pickle.loads(b"cregard.problem\nCausal\n.") is regard.Causal
-    known = {name for _, name in filter(lambda entry: isinstance(entry, tuple), torch.serialization.get_safe_globals())}
+    known = {entry[1] for entry in torch.serialization.get_safe_globals() if isinstance(entry, tuple)}
     assert {"regard.problem.Causal", "regard.problem.Product"} <= known
     assert regard.problem.ALiBi is regard.ALiBi
 
