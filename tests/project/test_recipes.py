@@ -20,6 +20,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+# An editable installation finds regard before PYTHONPATH does. Python imports this file at its start.
+WITHOUT_EDITABLE = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "Redirecting" not in type(finder).__name__]
+"""
 HEADER = re.compile(r"# (append to|new file|in|then) ?(\S*)")
 
 
@@ -75,6 +80,7 @@ def apply(blocks: list[Block], root: Path) -> None:
 def use(blocks: list[Block], root: Path) -> subprocess.CompletedProcess:
     code = "\n".join(block.code for block in blocks if block.kind == "then")
     environment = os.environ | {"PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"}
+    (root / "src" / "sitecustomize.py").write_text(WITHOUT_EDITABLE, "utf-8")
     return subprocess.run(
         [sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True, timeout=300
     )
