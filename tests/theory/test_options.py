@@ -7,6 +7,7 @@ import torch
 
 import regard
 from regard import geometry
+from regard.arguments import DEFAULTS, AttentionOptions
 
 SCORE = {"attn_mask": None, "is_causal": False, "scale": None, "enable_gqa": False}
 PLAN = SCORE | {"problem": None, "softcap": None, "key_scale": None, "backend": "auto"}
@@ -40,3 +41,11 @@ def test_an_unknown_option_raises(name, option):
     function, given, _ = FUNCTIONS[name]
     with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected keyword argument '{option}'"):
         function(*given, **{option: None})
+
+
+def test_the_defaults_are_those_of_attention():
+    """`arguments.DEFAULTS` is what `help()` shows for the functions that share the options."""
+    shown = {name: p.default for name, p in inspect.signature(regard.attention).parameters.items()}
+    assert {name: shown[name] for name in DEFAULTS} == DEFAULTS
+    assert set(DEFAULTS) == set(AttentionOptions.__optional_keys__)
+    assert set(shown) - set(DEFAULTS) == {"query", "key", "value", "return_aux"}

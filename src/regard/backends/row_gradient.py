@@ -1,4 +1,6 @@
-"""The gradient of a row's own parameters, derived once for every regulariser, marginal and backend.
+"""The gradient of a row's own parameters, derived once for every regulariser and marginal.
+
+Every backend with fused kernels uses it. (The reference backend differentiates its own operations by autograd.)
 
 The parameters are the temperature tau, the score of a sink, the relaxation rho, the offset of free rows, alpha and the
 slopes of ALiBi. Write p_j = pi_j g((s_j - lambda)/tau) for the plan, and T(lambda) for the mass that the row must send;
@@ -10,7 +12,7 @@ baseline b = sum_j w_j u_j / (sum_j w_j + kappa), the implicit function theorem 
 A fused kernel sums the first term over the keys, with G_j = tau dL/ds_j = w_j (u_j - b):
 
     tau        dp_j/dtau = -w_j (s_j - lambda)/tau^2     ->   -sum_j G_j (s_j - lambda) / tau^2
-    sink b     dp_0/db   =  w_0 / tau                    ->   G_0 / tau
+    sink s_0   dp_0/ds_0 =  w_0 / tau                    ->   G_0 / tau
     rho        T = exp(lambda/rho)                       ->   -b T lambda / rho^2
     offset     dp_j/do   =  w_j / tau                    ->   sum_j G_j / tau
     slopes     dp_j/dm   = -|distance| dp_j/dlog(pi)     ->   -sum_j |distance| dL/dlog(pi_j)

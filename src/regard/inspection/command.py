@@ -1,5 +1,5 @@
 """The work of the commands `regard inspect` (find the model, read a text, inspect) and `regard report` (read a run
-file of a training or of an inspection). cli.py prints the results."""
+file of a training or of an inspection). `regard.cli` prints the results."""
 
 from __future__ import annotations
 
