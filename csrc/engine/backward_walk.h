@@ -13,6 +13,7 @@
 #pragma once
 #include "engine/arena.h"
 #include "engine/gate.h"
+#include "engine/prior_gradients.h"
 #include "engine/rows.h"
 #include "engine/sparse_rows.h"
 #include "engine/threads.h"
@@ -29,6 +30,7 @@ template <class R> struct BackwardRows {
   static constexpr int NV = 3, L = Simd<R>::N * NV;
   using V = Vec<R>;
   Rows<R, NV> rows;
+  int64_t chunk;             // of keys, which the sums are of
   V peak[NV], rest[NV];      // the dual in base 2, in two parts. Rows without keys have rest = +inf (KL) or -inf: p = 0
   V a[NV], b[NV];            // see kl/backward.h and links/backward.h
   V edge[NV], per_mass[NV];  // not KL: pairs with x at or below `edge` have no weight; 1/mass
@@ -131,6 +133,22 @@ void prepare_rows(const Problem &p, const Terms &terms, const BackwardKernels<R>
   kernels.prepare(p, r);
 }
 
+// Clear what keys of density 0 add to the gradients of queries, keys and values: they have no weight. Their part in the
+// gradient of the density is known by then.
+template <class R>
+void clear_silent_keys(const Problem &p, const BackwardRows<R> &r, int64_t first, int64_t keys, BackwardPanels<R> &s) {
+  constexpr int N = Simd<R>::N, L = BackwardRows<R>::L;
+  fill_density(p, r.rows, first, keys, s.spare);
+  R *panels[] = {s.x, s.u, s.kept};
+  for (int64_t at = 0; at < keys * L; at += N) {
+    const Mask<R> silent = load(s.spare + at) == (R)0;
+    for (R *panel : panels) {
+      const Vec<R> x = load(panel + at);
+      store(panel + at, silent & (x == x) ? Vec<R>{} : x);
+    }
+  }
+}
+
 template <class R> struct BackwardPartition {
   static constexpr int L = BackwardRows<R>::L;
   int64_t batch, keys;  // blocks of rows per batch, keys per chunk
@@ -177,7 +195,7 @@ void backward_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv,
         r.dq = linked ? arena.take<R>(L * Dp) : nullptr;
         const int64_t first = batch + g * L;
         r.rows.place(p, b, kv, h, false, first, min_of((int64_t)L, p.Tq - first));
-        r.keys = {};
+        r.keys = {}, r.chunk = chunk;
         if (p.saved_lists && !stopped_early()) open_sparse_rows(p, r, lo);
         prepare_rows(p, terms, kernels, r);
         if (r.keys && as_they_lie) {

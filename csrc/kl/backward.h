@@ -140,6 +140,9 @@ void backward_block_kl(const Problem &p, const Terms &terms, BackwardRows<R> &r,
     }
   }
 
+  if (PriorGradients(p).some) add_prior_gradients(p, rows, r.chunk, first, keys, s.u);
+  if (terms.density) clear_silent_keys(p, r, first, keys, s);
+
   if (p.dv && p.grad_out) scatter<R, L>(weights, r.d_out, padded<R>(p.Dv), keys, dv);
   if (!(p.dq || p.dk)) return;
   if (terms.capped)

@@ -141,6 +141,7 @@ template <class R, class Link> struct Pairs {
       if (p.key_mass) ((R *)p.key_mass)[key_at] += p_ij;
       if (p.dense_g) ((R *)p.dense_g.data)[rows.at(p.dense_g, i) + (first + j) * p.dense_g.s3] += gp;
       if (p.dense_ds) ((R *)p.dense_ds.data)[rows.at(p.dense_ds, i) + (first + j) * p.dense_ds.s3] += ds;
+      if (PriorGradients(p).some) add_pair_gradients(p, rows, r.chunk, i, first + j, gp);
       r.sum_gp[n][lane] += gp;
     }
     return g;
@@ -151,6 +152,7 @@ template <class R, class Link> struct Pairs {
     if (!(w > 0) && !(w != w)) return;
     const R u = p.grad_out ? dot(r.d_out + i * Dvp, v + j * v_stride, Dvp) : 0;
     const R g = slope * advantage(i, j, u, d, weight, w, alpha_factor);
+    if (p.density && of_row<R>(p.density, r.rows.at(p.density, i) + (first + j) * p.density.s3) == 0) return;
     if (p.dv && p.grad_out) add_scaled(weight, r.d_out + i * Dvp, Dvp, dv + j * Dvp);
     if (p.dk) add_scaled(g, r.q + i * Dp, Dp, dk + j * Dp);
     if (p.dq) add_scaled(g, k + j * k_stride, Dp, r.dq + i * Dp);
@@ -213,7 +215,7 @@ void backward_block_link(const Problem &p, const Terms &terms, BackwardRows<R> &
   const Rows<R, NV> &rows = r.rows;
   const Link link(rows);
   const bool sums = p.row_g || p.row_gp || p.row_gs || p.row_gd || p.row_ga || p.key_g || p.key_ds || p.dense_g ||
-                    p.dense_ds || p.key_mass;
+                    p.dense_ds || p.key_mass || PriorGradients(p).some;
   const auto single_pairs = [&] {
     int64_t kp, vp;
     const R *kr = padded_rows(k, k_stride, keys, p.D, s.k_padded, kp);
@@ -332,10 +334,13 @@ void backward_block_link(const Problem &p, const Terms &terms, BackwardRows<R> &
         if (p.key_ds) ((R *)p.key_ds)[key_at] += key_ds;
         if (p.key_mass) ((R *)p.key_mass)[key_at] += key_mass;
       }
+      if (sums && prior) store(s.gate + at, (weight == 0) ? V{} : weight * utility);  // G, where the prior was
       store(s.x + at, weight);
       store(s.u + at, terms.capped ? (w == 0 ? V{} : g * load(s.slope + at)) : g);
     }
   }
+  if (PriorGradients(p).some) add_prior_gradients(p, rows, r.chunk, first, keys, s.gate);
+  if (terms.density) clear_silent_keys(p, r, first, keys, s);
   if (p.dv && p.grad_out) scatter<R, L>(p.dropout_key ? s.kept : s.x, r.d_out, Dvp, keys, dv);
   if (p.dk) scatter<R, L>(s.u, r.q, Dp, keys, dk);
   if (p.dq)

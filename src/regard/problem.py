@@ -156,6 +156,26 @@ class MatchEntropy(Budget):
     statistic: ClassVar[str] = "entropy"
 
 
+class ByKeys(Part):
+    """A rule in place of a temperature: 1/temperature = offset + slope * (log n)^power, with n the admissible keys of
+    the row.
+
+    n is counted after masks, documents and windows, and in a decoding step as in the whole sequence. `slope`, `offset`
+    and `power` are numbers or tensors, per head [H] or broadcastable to [B, H, Tq, 1], and may require grad. In a row
+    of one key (log n)^power is 0, without a gradient. Where 1/temperature is 0 the plan is the prior's own; this has no
+    gradient. A negative value raises. Scalable softmax is `ByKeys(slope)`.
+    """
+
+    slope: Scalar
+    offset: Scalar = 0.0
+    power: Scalar = 1.0
+
+    def __post_init__(self) -> None:
+        check_scalar("ByKeys(slope)", self.slope, "a finite number", finite)
+        check_scalar("ByKeys(offset)", self.offset, "a finite number", finite)
+        check_scalar("ByKeys(power)", self.power, "a positive, finite number", positive)
+
+
 # --- the problem ------------------------------------------------------------------------------------------------------
 
 
@@ -163,14 +183,14 @@ class Transport(Part):
     """An attention: regulariser, prior, marginal and temperature. None means `KL()`, no prior, `Rows()`.
 
     `temperature` is a number or a tensor that broadcasts to [B, H, Tq, 1] (per head: [H, 1, 1]); 0 is hard routing.
-    For KL with plain rows it may be a rule that finds each row's temperature: `MatchKL(c)`, `MatchEntropy(h)`.
+    It may be a rule: `ByKeys(slope)` for any problem, and `MatchKL(c)`, `MatchEntropy(h)` for KL with plain rows.
     """
 
     regularizer: Regularizer | None = None
     _: dataclasses.KW_ONLY
     prior: Prior | None = None
     marginal: Marginal | None = None
-    temperature: Scalar | Budget = 1.0
+    temperature: Scalar | Budget | ByKeys = 1.0
 
     def __post_init__(self) -> None:
         # Dynamo cannot build an object whose defaults are objects: None is replaced here.
@@ -188,7 +208,7 @@ class Transport(Part):
                 raise TypeError(f"Transport({name}): expected a {name}, got {describe(value)}{hint}")
         if isinstance(self.temperature, Budget):
             self._check_budget()
-        else:
+        elif not isinstance(self.temperature, ByKeys):
             check_scalar("Transport(temperature)", self.temperature, "a finite number >= 0", not_negative)
 
     def _check_budget(self) -> None:
@@ -198,7 +218,7 @@ class Transport(Part):
                 f"Transport(temperature): {name} expects KL() with plain Rows(), where the divergence rises with "
                 f"1/temperature; got {self.regularizer!r}, {self.marginal!r}"
             )
-        factors = () if self.prior is None else self.prior.factors()
+        factors = () if self.prior is None else self.prior.leaves()
         if isinstance(self.temperature, MatchEntropy) and any(f.weighted for f in factors):
             raise ValueError(
                 "Transport(temperature): MatchEntropy expects a prior of 0 and 1, where entropy rises with the "
@@ -211,6 +231,6 @@ class Transport(Part):
             shown.append(f"prior={self.prior!r}")
         if self.marginal != Rows():
             shown.append(f"marginal={self.marginal!r}")
-        if isinstance(self.temperature, Tensor | Budget) or self.temperature != 1:
+        if isinstance(self.temperature, Tensor | Part) or self.temperature != 1:
             shown.append(f"temperature={describe(self.temperature)}")
         return f"Transport({', '.join(shown)})"
