@@ -24,7 +24,7 @@ LAYERS = (
     ("problem",),
     ("arguments", "form"),
     ("statistics",),
-    ("causality", "lowering"),
+    ("causality", "similarities", "lowering"),
     ("backends",),
     ("autograd",),
     ("solvers",),
