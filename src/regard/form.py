@@ -92,9 +92,11 @@ class Form:
     first_query: int = 0
     first_key: int = 0
 
-    # Objects that a torch.library operator cannot take: an FDivergence (its family name is passed) and column settings.
+    # Objects that a torch.library operator does not need: an FDivergence (its family name is passed), the settings of
+    # columns, and the dtype that the output is cast to.
     declared: Regularizer | None = None
     columns: ColumnSettings | None = None
+    output_dtype: torch.dtype | None = None  # None: the query's
 
     @property
     def regularizer(self) -> Regularizer:

@@ -21,7 +21,6 @@ from ._validate import (
     check_values,
     compute_dtype,
     concrete,
-    default_scale,
     describe,
     finite,
     fold,
@@ -39,6 +38,7 @@ from .form import ColumnSettings, Form
 from .priors import Causal, PlanShape, Prior, Product, join_ids
 from .problem import Budget, ByKeys, Free, Rows, RowsAndColumns, Transport
 from .regularizers import FDivergence, Regularizer
+from .similarities import as_dot_products, check_score, scale_of
 from .structured import add_tables
 from .tiles import tile_map
 
@@ -55,6 +55,7 @@ def lower(
     problem: Transport | None = None,
     softcap: float | None = None,
     key_scale: Tensor | None = None,
+    score: str = "dot",
 ) -> Form:
     """Check the arguments of `attention` and bring them to normal form."""
     query, key, value = autocast(query, key, value)
@@ -67,9 +68,14 @@ def lower(
         if key.shape[1] != value.shape[1]:  # one head of keys or of values for all
             heads = max(key.shape[1], value.shape[1])
             key, value = key.expand(-1, heads, -1, -1), value.expand(-1, heads, -1, -1)
+    dtype, D = query.dtype, query.shape[3]
+    if score != "dot":
+        check_score(score)
+        query, key = as_dot_products(score, query, key)
+        value = value.to(query.dtype)
     if key_scale is not None:
         key, value = _scale_keys(key, value, key_scale, lead)
-    B, H, Tq, D = query.shape
+    B, H, Tq, _ = query.shape
     Tk = key.shape[2]
     causal = None if attn_mask is None else _causal_bias(attn_mask, Tq, Tk)
     if causal is not None:
@@ -80,7 +86,9 @@ def lower(
         shape = _plan_shape(query, key, lead)
         form = lower_problem(problem, shape, is_causal, causal)
     form.query, form.key, form.value = query, key, value
-    form.scale = default_scale(D) if scale is None else number("scale", scale, "a finite number", finite)
+    form.scale = scale_of(score, D) if scale is None else number("scale", scale, "a finite number", finite)
+    if query.dtype != dtype:
+        form.output_dtype = dtype
     if softcap is not None:
         form.softcap = number("softcap", softcap, "a positive, finite number", positive)
     if attn_mask is not None:
@@ -193,8 +201,8 @@ def _refuse_mixed(form: Form) -> None:
 
 
 def _scale_keys(key: Tensor, value: Tensor, key_scale: Tensor, lead: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Each key times its multiplier, rounded once to the keys' dtype. Query heads that share a key but not its
-    multiplier get copies of keys and values."""
+    """Each key times its multiplier, which multiplies its scores, rounded once to the keys' dtype. Query heads that
+    share a key but not its multiplier get copies of keys and values."""
     if not isinstance(key_scale, Tensor) or not key_scale.is_floating_point():
         raise TypeError(f"key_scale: expected a floating-point tensor, got {describe(key_scale)}")
     check_type("key_scale", key_scale)

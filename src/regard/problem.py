@@ -12,10 +12,12 @@ are frozen, compare and hash by structure (tensors by identity), and are pytrees
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import Tensor
 
+from . import serialization
 from ._pytree import Part
 from ._validate import Scalar, check_scalar, describe, finite, is_integer, not_negative, positive
 from .priors import ALiBi, Bias, Causal, Documents, Prior, Product, Window  # noqa: F401 - where 0.1 had them
@@ -224,6 +226,26 @@ class Transport(Part):
                 "Transport(temperature): MatchEntropy expects a prior of 0 and 1, where entropy rises with the "
                 f"temperature; got {self.prior!r} (MatchKL takes any prior)"
             )
+
+    def to_json(self, parameters: Mapping[str, Tensor] | None = None) -> str:
+        """This problem as a text that `from_json` reads: its tensors by value, functions by module:name.
+
+        A tensor that is one of `parameters` (a mapping such as `dict(model.named_parameters())`) is written by its
+        name there. A function that no import finds (a lambda, a local function) raises."""
+        return serialization.to_json(self, parameters)
+
+    @classmethod
+    def from_json(
+        cls, text: str, parameters: Mapping[str, Tensor] | None = None, *, allow_imports: bool = False
+    ) -> Transport:
+        """The problem that `to_json` wrote. Tensors are on the CPU; those that required grad are `nn.Parameter`s.
+
+        `parameters` gives the tensors that are written by name. Functions (of an `FDivergence`, say) and classes that
+        are not regard's are imported only with `allow_imports=True`: an import runs the code of its module."""
+        found = serialization.from_json(text, parameters, allow_imports)
+        if not isinstance(found, cls):
+            raise ValueError(f"problem: expected a {cls.__name__}, got {found!r}")
+        return found
 
     def __repr__(self) -> str:
         shown = [repr(self.regularizer)]

@@ -211,3 +211,56 @@ def test_inspect_explains_invalid_requests(run, checkpoint, tmp_path):
         result = run("inspect", *arguments, width=400)
         assert result.exit_code == 2, (arguments, result.output)
         assert message in result.output and "Traceback" not in result.output, result.output
+
+
+def test_inspect_with_a_problem(run, checkpoint, tmp_path):
+    folder, tokens = checkpoint
+    numbers, state = tmp_path / "numbers.json", tmp_path / "run.safetensors"
+    arguments = ("inspect", folder, "--tokens", tokens, "--length", "100", "--json", str(numbers))
+    plain = run(*arguments)
+    assert plain.exit_code == 0, plain.output
+    softmax = json.loads(numbers.read_text())
+    problem = regard.Transport(regard.Tsallis(1.5), prior=regard.Window(15), temperature=0.5)
+    records = []
+    for text in (repr(problem), problem.to_json()):
+        done = run(*arguments, "--problem", text)
+        assert done.exit_code == 0, done.output
+        records.append(json.loads(numbers.read_text()))
+    assert records[0]["heads"] == records[1]["heads"]
+    assert max(head["max"]["support"] for head in records[0]["heads"]) <= 16
+    assert max(head["max"]["support"] for head in softmax["heads"]) == 100
+    about = records[0]["provenance"]
+    assert about["problems"] == {"regard-declared": repr(problem)}
+    (declared,) = about["declared"].values()
+    assert regard.Transport.from_json(declared) == problem
+    # --compare is the model as it is: here the same one with softmax
+    both = run(*arguments, "--problem", repr(problem), "--compare", folder)
+    assert both.exit_code == 0 and "against" in both.output and "largest difference" in both.output
+    # a run file belongs to one problem
+    assert run(*arguments, "--problem", repr(problem), "--run", str(state)).exit_code == 0
+    (kept,) = regard.Inspection.load(state).about["declared"].values()
+    assert regard.Transport.from_json(kept) == problem
+    assert run(*arguments, "--problem", repr(problem), "--run", str(state)).exit_code == 0
+    other = run(*arguments, "--problem", "Transport(Tsallis(2.0))", "--run", str(state), width=400)
+    assert other.exit_code == 2 and "was begun with other problems" in other.output
+    slopes = [f"Transport(prior=ALiBi([{n}, 1.0, 1.0, 1.0]))" for n in (0.5, 0.25)]  # the same repr, other numbers
+    state.unlink()
+    assert run(*arguments, "--problem", slopes[0], "--run", str(state)).exit_code == 0
+    other = run(*arguments, "--problem", slopes[1], "--run", str(state), width=400)
+    assert other.exit_code == 2 and "was begun with other declared" in other.output
+
+
+def test_inspect_explains_invalid_problems(run, checkpoint):
+    folder, tokens = checkpoint
+    for text, message in (
+        ("Transport(Tsalis(1.5))", "--problem: problem: expected a call of"),
+        ("{", "--problem: text: expected JSON"),
+        ("Transport(__import__('os').system('true'))", "--problem: problem: expected a call of"),
+        ("Transport(prior=Bias([1]))", ""),  # whole numbers become floats: this one is valid
+        ("Transport(prior=Documents([0.5]))", "--problem: Documents(query_ids): expected an integer tensor"),
+        ("Transport(prior=ALiBi([1.0, 2.0]))", "ALiBi(slopes): expected a number or shape [H=4], got [2]"),
+        ("Transport(marginal=RowsAndColumns())", "RowsAndColumns"),  # a causal model
+    ):
+        result = run("inspect", folder, "--tokens", tokens, "--problem", text, width=400)
+        assert result.exit_code == (2 if message else 0), (text, result.output)
+        assert message in result.output and "Traceback" not in result.output, result.output

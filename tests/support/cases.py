@@ -98,6 +98,33 @@ CASES = [
     Case("[B, T, H, D] views", strided=True, arguments=lambda m: {"is_causal": True, "enable_gqa": True}, Hkv=2),
     Case("softcap", arguments=lambda m: {"softcap": 1.5, "scale": 1.0}),
     Case("softcap, mask", arguments=lambda m: {"softcap": 1.5, "attn_mask": m.normal("attn_mask", 7, 7)}),
+    Case("cosine", arguments=lambda m: {"score": "cosine", "scale": 4.0}),
+    Case("cosine, gqa, causal", None, lambda m: {"score": "cosine", "is_causal": True, "enable_gqa": True}, Hkv=2),
+    Case("cosine, softcap", arguments=lambda m: {"score": "cosine", "softcap": 0.5}),
+    Case("euclidean", arguments=lambda m: {"score": "euclidean"}),
+    Case(
+        "euclidean, gqa, empty rows",
+        None,
+        lambda m: {"score": "euclidean", "attn_mask": m.mask(4, 9, 5), "enable_gqa": True},
+        Hkv=2,
+        Tq=9,
+        Tk=5,
+    ),
+    Case(
+        "euclidean, sink",
+        lambda m: Transport(marginal=Rows(sink=m.normal("sink", 4)), prior=Causal()),
+        lambda m: {"score": "euclidean", "scale": 0.5},
+    ),
+    Case(
+        "euclidean, free",
+        lambda m: Transport(marginal=Free(m.uniform("offset", 1, 2, 4))),
+        lambda m: {"score": "euclidean"},
+    ),
+    Case(
+        "euclidean, entmax",
+        lambda m: Transport(Tsallis(1.5), prior=Bias(m.normal("bias", 7)), temperature=0.7),
+        lambda m: {"score": "euclidean", "softcap": 5.0},
+    ),
     Case("temperature", lambda m: Transport(temperature=0.3)),
     Case("temperature per head", lambda m: Transport(temperature=m.uniform("temperature", 0.5, 2, m.case.H, 1, 1))),
     Case(

@@ -81,14 +81,40 @@ def per_row(value, B, H, Tq):
     return value.expand(B, H, Tq, 1)
 
 
-def truth(query, key, value, attn_mask=None, is_causal=False, scale=None, problem=None, softcap=None, **_) -> Truth:
+def scores_of(q, k, score, scale):
+    """The scores before softcap and mask, [..., Tq, Tk]: a loop over the definitions, without products of norms."""
+    D = q.shape[-1]
+    if score == "cosine":
+        q, k = (t / t.norm(dim=-1, keepdim=True).clamp(min=1e-12) for t in (q, k))
+        return q @ k.mT * (1.0 if scale is None else scale)
+    scale = 1 / math.sqrt(D) if scale is None else scale
+    if score == "euclidean":
+        return -scale * (q[..., :, None, :] - k[..., None, :, :]).square().sum(-1) / 2
+    return q @ k.mT * scale
+
+
+def truth(
+    query,
+    key,
+    value,
+    attn_mask=None,
+    is_causal=False,
+    scale=None,
+    problem=None,
+    softcap=None,
+    score="dot",
+    key_scale=None,
+    **_,
+) -> Truth:
     q, k, v = (t.detach().double() for t in (query, key, value))
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    B, H, Tq, D = q.shape
+    B, H, Tq, _ = q.shape
     Tk = k.shape[2]
     problem = regard.Transport() if problem is None else problem
-    s = q @ k.mT * (1 / math.sqrt(D) if scale is None else scale)
+    s = scores_of(q, k, score, scale)
+    if key_scale is not None:
+        s = s * key_scale.detach().double()[..., None, :]
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
     if attn_mask is not None and attn_mask.dtype != torch.bool:

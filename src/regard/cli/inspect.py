@@ -31,6 +31,13 @@ def inspect(
     as_json: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this path.")] = None,
     compare: Annotated[str | None, typer.Option(help="A second model, or numbers that --json wrote.")] = None,
     run: Annotated[Path | None, typer.Option(help="Save the state in this file, and continue from it.")] = None,
+    problem: Annotated[
+        str | None,
+        typer.Option(
+            help="Give MODEL (not --compare) this attention, as in 'Transport(Tsallis(1.5))', or as JSON.",
+            metavar="TEXT",
+        ),
+    ] = None,
     fail_on: Annotated[
         list[str] | None,
         typer.Option(
@@ -64,7 +71,7 @@ def inspect(
         }
         check_output(out, as_json, run)
         other = read_record(Path(compare)) if compare is not None and compare.endswith(".json") else None
-        record = examine(model, run=run, say=say, **arguments)
+        record = examine(model, run=run, problem=problem, say=say, **arguments)
         if compare is not None and other is None:
             other = examine(compare, run=None, say=say, **arguments)
     except Refused as refusal:

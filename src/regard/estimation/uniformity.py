@@ -37,8 +37,8 @@ def evidence(query: Tensor, key: Tensor, *, level: float = 0.05, **options: Unpa
     """Evidence of each row against "no key is special"; there are no values.
 
     `level` is the error probability of the test whose number of draws is returned.
-    Options: `attn_mask`, `is_causal`, `scale`, `enable_gqa`, `problem`, `softcap`, `key_scale` and `backend`, as for
-    `attention`.
+    Options: `attn_mask`, `is_causal`, `scale`, `enable_gqa`, `problem`, `softcap`, `key_scale`, `score` and `backend`,
+    as for `attention`.
 
     A row whose mass is not 1 (sink, relaxed, free, Rows(mass)) is divided by its mass first, over the real keys. A sink
     is supported for KL only, where that quotient is softmax. The null hypothesis is uniform even where the prior is

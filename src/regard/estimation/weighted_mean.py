@@ -65,8 +65,8 @@ class Estimate:
 def estimate(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[EstimationOptions]) -> Estimate:
     """The attended value as a maximum-likelihood estimate, with its variance.
 
-    Options: `attn_mask`, `is_causal`, `scale`, `enable_gqa`, `problem`, `softcap`, `key_scale` and `backend`, as for
-    `attention`.
+    Options: `attn_mask`, `is_causal`, `scale`, `enable_gqa`, `problem`, `softcap`, `key_scale`, `score` and `backend`,
+    as for `attention`.
 
     The model is v_i ~ N(v, I/(beta theta_i)) with theta_i = pi_i exp(s_i/tau), so a prior and a float mask change the
     precision, too. It requires KL with rows that sum to 1; any other problem raises. With n admissible keys,

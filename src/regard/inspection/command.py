@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import hf
+from ..expressions import read_problem
+from ..problem import Transport
 from .findings import check_format
 from .head_rules import Thresholds, rule_names
 from .journal import located, read_run
@@ -36,13 +38,15 @@ def examine(
     trust_remote_code: bool,
     thresholds: Thresholds,
     run: Path | None,
+    problem: str | None = None,
     say: Callable[[str], object],
 ) -> dict[str, Any]:
     """Inspect a model by its name. Returns the record of the `Inspection`, with the names of the model and the text.
-    `say` receives a line for each stage."""
+    `problem` is the text of a problem that the model's attention shall solve. `say` receives a line for each stage."""
+    declared = None if problem is None else read_declared(problem)
     say(f"loading {name}")
     try:
-        model, tokenizer = hf.load(name, trust_remote_code=trust_remote_code)
+        model, tokenizer = hf.load(name, trust_remote_code=trust_remote_code, problem=declared)
         ids = _read(text, tokens, tokenizer, name)
         limit_of_model = getattr(model.config, "max_position_embeddings", None) or length
         words = model.get_input_embeddings().num_embeddings
@@ -62,6 +66,14 @@ def examine(
         "text": "the sample text" if source is None else source.name,
     }
     return inspection.record(thresholds)
+
+
+def read_declared(text: str) -> Transport:
+    """The problem that --problem gives."""
+    try:
+        return read_problem(text)
+    except (ValueError, TypeError) as error:
+        raise Refused(f"--problem: {error}") from None
 
 
 def _read(text: Path | None, tokens: Path | None, tokenizer: Any, name: str) -> Tensor:

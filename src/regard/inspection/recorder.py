@@ -41,6 +41,7 @@ class Recorder:
             self.check_has_plans("patterns")
         problems = {str(name): repr(problem or Transport()) for name, problem in self.interception.problems.items()}
         about = provenance.of_inspection(model, problems)
+        about["declared"] = {str(name): provenance.as_json(p) for name, p in self.interception.problems.items()}
         self.inspection = Inspection(self.choose_statistics(statistics), about, patterns=patterns)
         self.views: Views | None = None  # filled by the pass under way, if it is the one to look at closely
         self._layers: dict[str, Layer] = {}  # by the name of the attention
@@ -71,10 +72,12 @@ class Recorder:
 
     def resume(self, begun: Inspection, run: str | Path) -> None:
         """Continue an inspection that was saved. Raises if it has another model, other statistics or patterns."""
+        now = self.inspection.about
         for what, got, expected in (
             ("statistics", begun.statistics, self.inspection.statistics),
             ("patterns", begun.patterns, self.inspection.patterns),
             *((key, begun.about.get(key), self.inspection.about[key]) for key in ("model", "weights", "problems")),
+            ("declared", begun.about.get("declared", now["declared"]), now["declared"]),  # 0.2 did not record it
         ):
             if got != expected:
                 raise ValueError(f"run: {str(run)!r} was begun with other {what}: expected {expected}, got {got}")
