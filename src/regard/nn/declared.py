@@ -15,7 +15,6 @@ from .._validate import describe
 from ..problem import Transport
 
 
-
 @dataclass(frozen=True)
 class Context:
     """The attention call for which a problem is built. A callable with one argument receives it in every forward."""
@@ -127,7 +126,6 @@ class HasProblem(nn.Module):
                 delattr(self, name)  # nn.Module allows only a module or None in place of a module
         super().__setattr__(name, value)
 
-
     def problem_of(self, heads: int, hidden_states: Tensor) -> Transport | None:
         """The problem of a forward call, with the current values of its parameters."""
         given: Any = self.problem
@@ -143,7 +141,9 @@ def built(problem: Problem) -> Transport | None:
     if problem is None or isinstance(problem, Transport):
         return problem
     if takes_context(problem):
-        raise ValueError(f"problem: expected one that is the same for all inputs, got {problem!r}, which takes a Context")
+        raise ValueError(
+            f"problem: expected one that is the same for all inputs, got {problem!r}, which takes a Context"
+        )
     return problem()  # type: ignore[call-arg]
 
 
