@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._validate import describe
+from .._validate import Scalar, describe
 from ..features import Features
 from ..operator import attention
 from ..priors import ALiBi, Bias, Causal, Documents, Prior, Window
-from ..problem import Budget, Rows, RowsAndColumns, Transport
+from ..problem import Budget, ByKeys, Rows, RowsAndColumns, Transport
 from ..regularizers import KL
 from ..statistics import AuxOutput, AuxRequest
+from .biases import RelativeBias, read_bias
 from .masks import StructuredMask
 from .parameters import Retrofit, retrofit_of
 
@@ -69,7 +70,7 @@ def attend(module: nn.Module, call: dict[str, Any], request: AuxRequest | None =
     without = Transport(problem.regularizer, prior=problem.prior, temperature=problem.temperature)
     without_null: dict[str, Any] = {**call, "problem": without}
     out, aux = attention(**without_null, return_aux=AuxRequest(lse=True))
-    assert aux.lse is not None and not isinstance(problem.temperature, Budget)
+    assert aux.lse is not None and not isinstance(problem.temperature, Budget | ByKeys)
     out = (out * retrofit.kept_mass(aux.lse, problem.temperature).unsqueeze(-1)).to(out.dtype)
     if request != AuxRequest():  # the statistics are those of the plan with the null key, before dropout
         whole: dict[str, Any] = {**call, "dropout_p": 0.0}
@@ -103,7 +104,7 @@ def as_call(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
+    position_bias: Tensor | RelativeBias | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     output_attentions: bool | None = None,
@@ -144,14 +145,12 @@ def as_call(
         factors += _without_padding_queries(module, attention_mask, mask, Tq, Tk)
     if Tk != key.shape[2]:
         key, value = key[:, :, :Tk], value[:, :, :Tk]
-        position_bias = position_bias[..., :Tk] if position_bias is not None else None
     if retrofit is not None and retrofit.slopes is not None:
         factors.append(_distance_prior(retrofit.slopes, Tq, Tk, mask, bool(causal)))
-    if position_bias is not None:
-        if mask is None:
-            mask = position_bias
-        else:
-            mask = torch.where(mask, position_bias, -math.inf) if mask.dtype == torch.bool else mask + position_bias
+    relative, bias = read_bias(position_bias, problem, _temperature(problem, retrofit), Tq, Tk)
+    factors += relative
+    if bias is not None:
+        mask = bias if mask is None else _biased(mask, bias)
     if cu_seq_lens_q is not None:
         keys = cu_seq_lens_k if cu_seq_lens_k is not None else cu_seq_lens_q
         factors.append(Documents.from_cu_seqlens(cu_seq_lens_q, keys, query_length=Tq, key_length=Tk))
@@ -219,6 +218,10 @@ def _without_padding_queries(module: nn.Module, given: Tensor, mask: Tensor | No
     return [Documents(real.long() - 1, torch.zeros(Tk, dtype=torch.long, device=real.device))]
 
 
+def _biased(mask: Tensor, bias: Tensor) -> Tensor:
+    return torch.where(mask, bias, -math.inf) if mask.dtype == torch.bool else mask + bias
+
+
 def _with_infinity(mask: Tensor) -> Tensor:
     """A float mask with -inf for masked entries, which transformers marks with the lowest number of the dtype."""
     return torch.where(mask <= torch.finfo(mask.dtype).min / 2, -math.inf, mask)
@@ -231,13 +234,9 @@ def _combined(
     if not factors and sink is None and retrofit is None:
         return problem
     problem = Transport() if problem is None else problem
-    prior, marginal, temperature = problem.prior, problem.marginal, problem.temperature
+    prior, marginal, temperature = problem.prior, problem.marginal, _temperature(problem, retrofit)
     for factor in factors:
         prior = factor if prior is None else prior * factor
-    if retrofit is not None and retrofit.log_temperature is not None:
-        if isinstance(temperature, Budget):
-            raise ValueError(f'learn: expected a problem with a temperature for "temperature", got {problem!r}')
-        temperature = retrofit.temperature(temperature)
     if sink is not None:
         if not _has_plain_rows(problem):
             raise ValueError(f"s_aux: expected a problem with plain Rows() for a model with sinks, got {problem!r}")
@@ -245,7 +244,8 @@ def _combined(
     if retrofit is not None and retrofit.null_weight is not None:
         if sink is not None:
             raise ValueError('learn: expected no "sink" for a model that passes sinks of its own (s_aux)')
-        if not _has_plain_rows(problem) or not isinstance(problem.regularizer, KL) or isinstance(temperature, Budget):
+        by_rule = isinstance(temperature, Budget | ByKeys)
+        if not _has_plain_rows(problem) or not isinstance(problem.regularizer, KL) or by_rule:
             raise ValueError(
                 f'learn: expected a problem with KL() and plain Rows() for "sink" (elsewhere a null key of weight 0 '
                 f"has no gradient), got {problem!r}"
@@ -253,6 +253,16 @@ def _combined(
         score = retrofit.sink_score(temperature)
         marginal = marginal if score is None else Rows(sink=score)
     return Transport(problem.regularizer, prior=prior, marginal=marginal, temperature=temperature)
+
+
+def _temperature(problem: Transport | None, retrofit: Retrofit | None) -> Scalar | Budget | ByKeys:
+    """The temperature of a problem with the learned factor of `retrofit`."""
+    temperature = 1.0 if problem is None else problem.temperature
+    if retrofit is None or retrofit.log_temperature is None:
+        return temperature
+    if isinstance(temperature, Budget | ByKeys):
+        raise ValueError(f'learn: expected a problem with a temperature for "temperature", got {problem!r}')
+    return retrofit.temperature(temperature)
 
 
 def _has_plain_rows(problem: Transport) -> bool:
