@@ -188,6 +188,30 @@ def test_inspect_a_folder(run, checkpoint, tmp_path):
     assert json.loads((tmp_path / "again.json").read_text())["heads"] == record["heads"]
 
 
+SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+KINDS = {  # class, configuration, and what the command shows
+    "bert": ("BertModel", {}, "3 layers, 12 heads"),
+    "albert": ("AlbertForMaskedLM", {"embedding_size": 16}, "3 layers, 12 heads"),
+    "roberta": ("RobertaModel", {"pad_token_id": 1}, "sequences of at most 48, the model's limit"),  # 50 - 2
+    "t5": ("T5ForConditionalGeneration", {"d_model": 32, "d_kv": 8, "num_layers": 2, "num_heads": 4}, "6 layers"),
+    "vit": ("ViTModel", {"image_size": 16, "patch_size": 8}, "expected one that reads tokens, got ViTModel"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inspect_other_kinds_of_models(run, checkpoint, tmp_path, kind):
+    import transformers
+
+    name, changes, message = KINDS[kind]
+    shape = {"vocab_size": 64} if kind == "t5" else SHAPE | {"max_position_embeddings": 50}
+    torch.manual_seed(0)
+    model = getattr(transformers, name)
+    model(model.config_class(**shape | changes)).save_pretrained(tmp_path)
+    result = run("inspect", str(tmp_path), "--tokens", checkpoint[1], width=400)
+    assert result.exit_code == (2 if kind == "vit" else 0), result.output
+    assert message in result.output and "Traceback" not in result.output
+
+
 def test_inspect_explains_invalid_requests(run, checkpoint, tmp_path):
     folder, tokens = checkpoint
     words = tmp_path / "words.txt"
