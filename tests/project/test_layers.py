@@ -16,7 +16,7 @@ LONGEST = 600  # lines of a file
 
 # From the lowest layer to the highest. A name is a module or a package with all of its modules.
 LAYERS = (
-    ("_compat", "_dropout", "_version"),
+    ("_compat", "_dropout", "_files", "_version"),
     ("_validate",),
     ("_pytree",),
     ("serialization",),

@@ -10,11 +10,11 @@ files of this package, in the order in which a call passes through them:
     checkpoints.py   the registered problem of a model in its checkpoint
     parameters.py    `Retrofit`: the parameters that `retrofit` adds to one attention
     positions.py     which queries are padding, and the position of each query and key in its sequence
-    passes.py        whether a forward pass is one that activation checkpointing repeats
     interception.py  `Interception`: passes every attention call of a model to a listener while a block runs
     inputs.py        what `inspect` and `retrofit` accept as inputs, as arguments of a model
     entropy.py       `entropies`: the differentiable entropies of a training step, on an interception
     retrofitting.py  `retrofit`, `unretrofit`: adds parameters to a trained model, and removes them
+    hub.py           whether a model can be fetched by its name
     loading.py       `load`, `from_pretrained`: models from files, folders and names
 
 This package is below `regard.inspection` and imports nothing of it. Transformers is loaded when a name of this package
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `_NAMES` says the same at ru
     from .entropy import Entropies, Entropy, entropies
     from .inputs import batches, evaluation_mode, prepared
     from .interception import AttentionCall, Interception, Listener
-    from .loading import EMBEDDED, from_pretrained, load
+    from .loading import EMBEDDED, from_pretrained, load, locate
     from .masks import StructuredMask, make_mask
     from .models import attentions, check, configurations, configurations_of
     from .parameters import RECORD, Retrofit
@@ -45,7 +45,7 @@ _NAMES = {
     ".entropy": ("Entropies", "Entropy", "entropies"),
     ".inputs": ("batches", "evaluation_mode", "prepared"),
     ".interception": ("AttentionCall", "Interception", "Listener"),
-    ".loading": ("EMBEDDED", "from_pretrained", "load"),
+    ".loading": ("EMBEDDED", "from_pretrained", "load", "locate"),
     ".masks": ("StructuredMask", "make_mask"),
     ".models": ("attentions", "check", "configurations", "configurations_of"),
     ".parameters": ("RECORD", "Retrofit"),

@@ -51,9 +51,14 @@ def bin_starts(bins: int) -> list[int]:
     return starts
 
 
+def nth_call(name: str, n: int) -> str:
+    """The name of the layer that is the n-th call (from 1) of a module in one pass: layers may share their weights."""
+    return name if n == 1 else f"{name} (call {n})"
+
+
 @dataclass(eq=False)
 class Layer:
-    """The sums of one attention module."""
+    """The sums of one attention: a module, or one of its calls if a pass calls it several times."""
 
     name: str
     index: int

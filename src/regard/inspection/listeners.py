@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ from .._compat import in_backward, transforms_active
 from ..features import Features
 from ..form import Form
 from ..statistics import ROW_STATISTICS, AuxRequest, undefined
-from .layers import DERIVED, Layer, derived_channels
+from .layers import DERIVED, Layer, derived_channels, nth_call
 from .patterns import count_admissible, sees_first_key
 from .recorder import Recorder
 
@@ -107,8 +108,8 @@ class TransformersListener(Recorder):
 
 
 class ModuleListener:
-    """Listens to modules that call `regard.attention`. Each such module is a layer, numbered in the order of the first
-    calls."""
+    """Listens to modules that call `regard.attention`. Each such module is a layer, or several if the model calls it
+    again in the same pass. Layers are numbered in the order of the first calls."""
 
     def __init__(self, model: nn.Module, statistics: Iterable[str] | None, evaluation: bool, real: Real | None) -> None:
         self.model, self.real = model, _attention_mask if real is None else real
@@ -120,6 +121,7 @@ class ModuleListener:
         self.order: dict[tuple[str, int], int] = {}  # (module's name, heads) -> number of the layer
         self.found: dict[tuple[str, int], Layer] = {}
         self.stack: list[nn.Module] = []  # modules whose forward is under way
+        self.entered: Counter[int] = Counter()  # how often the pass under way has called each module, by its id
         self.rows: Tensor | None = None  # [B, T]: tokens that are not padding
         # Not traced by torch.compile, and the same objects each time, so that a model is not compiled again.
         hidden: Any = torch.compiler.disable
@@ -159,6 +161,7 @@ class ModuleListener:
 
     def _before_model(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self.passes.begin()
+        self.entered.clear()
         self.rows = self.real(dict(zip(self.parameters, args, strict=False)) | kwargs)
 
     def _after_model(self, *_: Any) -> None:
@@ -167,6 +170,7 @@ class ModuleListener:
 
     def _before(self, module: nn.Module, _: Any) -> None:
         self.stack.append(module)
+        self.entered[id(module)] += 1
 
     def _after(self, module: nn.Module, *_: Any) -> None:
         while self.stack and self.stack.pop() is not module:
@@ -197,7 +201,8 @@ class ModuleListener:
         self._layer(H).add(values, valid, torch.zeros(1, Tq, dtype=torch.long))
 
     def _layer(self, heads: int) -> Layer:
-        name = self.names[id(self.stack[-1])]
+        module = self.stack[-1]
+        name = nth_call(self.names[id(module)], self.entered[id(module)])
         key = (name, heads)
         index = self.order.setdefault(key, len(self.order))
         if key not in self.found:

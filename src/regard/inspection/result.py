@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._files import write
 from .._validate import describe
 from ..statistics import ROW_STATISTICS
 from .findings import FORMAT, VERSION, find
@@ -162,9 +162,8 @@ class Inspection:
 
     def save(self, path: str | Path) -> None:
         """Write everything to one file (safetensors, no pickle). An existing file is replaced in one step, or kept."""
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
-        path = Path(path)
         tensors = {
             f"{n}.{part}": getattr(layer, part).contiguous().clone()
             for n, layer in enumerate(self.layers)
@@ -180,11 +179,7 @@ class Inspection:
             "views": self.views,
             "layers": [[layer.name, layer.index, layer.heads, layer.channels, layer.calls] for layer in self.layers],
         }
-        part = path.with_name(path.name + ".part")
-        save_file(tensors, part, metadata={"regard.inspection": json.dumps(header)})
-        with part.open("rb") as written:
-            os.fsync(written.fileno())  # the content is on disk before the name is, also if the power fails
-        part.replace(path)
+        write(path, save(tensors, metadata={"regard.inspection": json.dumps(header)}))
 
     @classmethod
     def load(cls, path: str | Path) -> Inspection:

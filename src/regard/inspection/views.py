@@ -28,7 +28,7 @@ class Views:
     """Filled layer by layer by one forward pass; `finish` adds the text of the tokens.
 
     The views exist only if all layers read the same sequence. There are none if the lengths differ (an encoder and a
-    decoder), if a layer is called twice, or if there is padding.
+    decoder), if a layer computes attention twice, or if there is padding.
     """
 
     def __init__(self) -> None:
