@@ -261,8 +261,10 @@ class Form:
         found.scatter_(3, self.selected.clamp(max=blocks), True)
         return found[..., (torch.arange(Tk, device=found.device) + first) // block]
 
-    def log_prior(self, Tq: int, Tk: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """log pi of all terms but the density; None if there are none. Masks and bands are in `admissible`."""
+    def log_prior(
+        self, Tq: int, Tk: int, dtype: torch.dtype, device: torch.device, with_density: bool = True
+    ) -> Tensor | None:
+        """log pi of all terms; None if there are none. Masks and bands are in `admissible`."""
         terms = [bias.to(dtype) for bias in self.log_priors]
         if self.slopes is not None:
             terms.append(-self.slopes * self.distance(Tq, Tk, device).abs())
@@ -275,6 +277,8 @@ class Form:
         if self.decay_query is not None and self.decay_key is not None:
             # A masked key may be ahead of the query, where the sum would be positive and might overflow.
             terms.append((self.decay_query - self.decay_key).clamp(max=0).to(dtype))
+        if self.density is not None and with_density:
+            terms.append(self.density.to(dtype).log())
         result = None
         for term in terms:
             result = term if result is None else result + term

@@ -36,7 +36,7 @@ from .causality import CAUSAL, refuse_causal, refuse_causal_tensor
 from .counting import temperature_by_keys
 from .form import ColumnSettings, Form
 from .priors import Causal, PlanShape, Prior, Product, join_ids
-from .problem import Budget, ByKeys, Free, Rows, RowsAndColumns, Transport
+from .problem import Budget, ByKeys, Free, Rows, RowsAndColumns, TemperatureRule, Transport
 from .regularizers import FDivergence, Regularizer
 from .similarities import as_dot_products, check_score, scale_of
 from .structured import add_tables
@@ -371,7 +371,7 @@ def _lower_temperature(form: Form, problem: Transport, shape: PlanShape) -> None
     if type(temperature) is float:
         form.temperature, form.hard = temperature, temperature == 0
         return
-    if isinstance(temperature, ByKeys):  # computed when the masks are known
+    if isinstance(temperature, TemperatureRule):  # ByKeys: computed when the masks are known
         form.temperature = torch.ones(1, 1, 1, 1, dtype=shape.dtype, device=shape.device)
         return
     form.temperature = _row("temperature", temperature, shape, per_head=False)

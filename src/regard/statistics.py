@@ -29,7 +29,7 @@ from ._compat import pytree
 from ._validate import Scalar, may_be_zero
 from .convex import x_log_x
 from .form import Form
-from .problem import Budget, RowsAndColumns, Transport
+from .problem import RowsAndColumns, TemperatureRule, Transport
 from .regularizers import Regularizer
 
 # --- the rows that a statistic is computed from -----------------------------------------------------------------------
@@ -354,7 +354,7 @@ def _all(cls: type[AuxRequest], problem: object = None) -> AuxRequest:
     problem = Transport() if problem is None else problem
     if not isinstance(problem, Transport):
         raise TypeError(f"problem: expected a Transport, got {problem!r}")
-    hard = not isinstance(problem.temperature, Budget) and may_be_zero(problem.temperature)
+    hard = not isinstance(problem.temperature, TemperatureRule) and may_be_zero(problem.temperature)
     assert problem.regularizer is not None
     form = Form(family=problem.regularizer.family, declared=problem.regularizer, hard=hard)
     form.marginal = "columns" if isinstance(problem.marginal, RowsAndColumns) else "rows"

@@ -149,7 +149,7 @@ def solve_rows(form: Form, scores: Tensor, mu: Tensor | None = None, order: int 
     B, H, Tq, Tk = scores.shape
     device = scores.device
     read = admissible = form.admissible(Tq, Tk, device)
-    log_prior = form.log_prior(Tq, Tk, scores.dtype, device)
+    log_prior = form.log_prior(Tq, Tk, scores.dtype, device, with_density=False)
     silent = None
     if form.density is not None and Tk > 0:
         # log(density) joins the log-prior where the density is positive; elsewhere the key is masked, but for `silent`.

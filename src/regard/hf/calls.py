@@ -12,7 +12,7 @@ from .._validate import describe
 from ..features import Features
 from ..operator import attention
 from ..priors import ALiBi, Bias, Causal, Documents, Prior, Window
-from ..problem import Budget, Rows, RowsAndColumns, Transport
+from ..problem import Rows, RowsAndColumns, TemperatureRule, Transport
 from ..regularizers import KL
 from ..statistics import AuxOutput, AuxRequest
 from .masks import StructuredMask
@@ -69,7 +69,7 @@ def attend(module: nn.Module, call: dict[str, Any], request: AuxRequest | None =
     without = Transport(problem.regularizer, prior=problem.prior, temperature=problem.temperature)
     without_null: dict[str, Any] = {**call, "problem": without}
     out, aux = attention(**without_null, return_aux=AuxRequest(lse=True))
-    assert aux.lse is not None and not isinstance(problem.temperature, Budget)
+    assert aux.lse is not None and not isinstance(problem.temperature, TemperatureRule)
     out = (out * retrofit.kept_mass(aux.lse, problem.temperature).unsqueeze(-1)).to(out.dtype)
     if request != AuxRequest():  # the statistics are those of the plan with the null key, before dropout
         whole: dict[str, Any] = {**call, "dropout_p": 0.0}
@@ -235,7 +235,7 @@ def _combined(
     for factor in factors:
         prior = factor if prior is None else prior * factor
     if retrofit is not None and retrofit.log_temperature is not None:
-        if isinstance(temperature, Budget):
+        if isinstance(temperature, TemperatureRule):
             raise ValueError(f'learn: expected a problem with a temperature for "temperature", got {problem!r}')
         temperature = retrofit.temperature(temperature)
     if sink is not None:
@@ -245,7 +245,8 @@ def _combined(
     if retrofit is not None and retrofit.null_weight is not None:
         if sink is not None:
             raise ValueError('learn: expected no "sink" for a model that passes sinks of its own (s_aux)')
-        if not _has_plain_rows(problem) or not isinstance(problem.regularizer, KL) or isinstance(temperature, Budget):
+        plain = _has_plain_rows(problem) and isinstance(problem.regularizer, KL)
+        if not plain or isinstance(temperature, TemperatureRule):
             raise ValueError(
                 f'learn: expected a problem with KL() and plain Rows() for "sink" (elsewhere a null key of weight 0 '
                 f"has no gradient), got {problem!r}"

@@ -15,7 +15,7 @@ from ..form import Form
 from ..lowering import lower
 from ..plan import path, solved_rows
 from ..priors import Bias
-from ..problem import Budget, RowsAndColumns, Transport
+from ..problem import RowsAndColumns, TemperatureRule, Transport
 from .numbers import json_number, json_numbers
 
 WINDOW = 48  # queries and keys of the window
@@ -115,7 +115,7 @@ def _temperature_paths(call: dict[str, Any], queries: list[int]) -> tuple[list[A
     problem = call["problem"] or Transport()
     if isinstance(problem.marginal, RowsAndColumns):
         return None
-    if isinstance(problem.temperature, Tensor | Budget) or not problem.temperature:
+    if isinstance(problem.temperature, Tensor | TemperatureRule) or not problem.temperature:
         return None
     form = lower(**call)
     _, H, _, Tk = form.shape
