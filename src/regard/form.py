@@ -269,7 +269,8 @@ class Form:
         if self.relative is not None:
             reach = self.relative.shape[3] // 2
             distance = self.distance(Tq, Tk, device).clamp(-reach, reach) + reach
-            terms.append(self.relative.to(dtype)[:, :, 0, distance])
+            # In float64, because each entry of the gradient is a sum over all pairs of one distance.
+            terms.append(self.relative.double()[:, :, 0, distance].to(dtype))
         if self.query_factor is not None and self.key_factor is not None:
             terms.append(self.query_factor.to(dtype) @ self.key_factor.to(dtype).mT)
         if self.decay_query is not None and self.decay_key is not None:
