@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from . import tiles
 from ._validate import broadcastable, check_device, check_type, check_values, concrete, describe, is_integer
 from .priors import Alignment, PlanShape, Prior, PriorTerms, check_alignment, check_floating
 
@@ -201,8 +202,8 @@ class Selected(Prior):
         if not is_integer(self.block) or self.block < 1:
             raise ValueError(f"Selected(block): expected a positive int, got {describe(self.block)}")
 
-    def sorted_index(self, shape: PlanShape) -> Tensor:
-        """The selected blocks of each query in increasing order, [B|1, H|1, Tq, n]; `NONE` fills up."""
+    def _fitted(self, shape: PlanShape) -> Tensor:
+        """[B|1, H|1, Tq, n]"""
         index = broadcastable("Selected(index)", self.index, shape.lead, shape.Tq, self.index.shape[-1], shape.device)
         if index.shape[2] != shape.Tq:
             raise ValueError(
@@ -212,7 +213,14 @@ class Selected(Prior):
         check_values(
             "Selected(index)", index, f"-1, or blocks of keys below {blocks}", lambda x: (x >= -1) & (x < blocks)
         )
-        index = torch.where(index < 0, NONE, index.long()).sort(-1).values
+        return index.long()
+
+    def sorted_index(self, shape: PlanShape) -> Tensor:
+        """The selected blocks of each query in increasing order, [B|1, H|1, Tq, n]; `NONE` fills up."""
+        index = self._fitted(shape)
+        if index.shape[3] == 0:  # a tensor without memory would stand for no selection
+            return index.new_full((*index.shape[:3], 1), NONE)
+        index = torch.where(index < 0, NONE, index).sort(-1).values
         again = torch.nn.functional.pad(index[..., 1:] == index[..., :-1], (1, 0))
         if concrete(again) and not bool(again.any()):
             return index
@@ -222,12 +230,25 @@ class Selected(Prior):
         return PriorTerms(selected=self.sorted_index(shape), selected_block=self.block)
 
     def admits(self, shape: PlanShape, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        index = broadcastable("Selected(index)", self.index, shape.lead, shape.Tq, self.index.shape[-1], shape.device)
+        index, keys = self._fitted(shape), j // self.block
         rows = index[b % index.shape[0], h % index.shape[1], i]  # [..., n]
-        found = torch.zeros(torch.broadcast_shapes(i.shape, j.shape), dtype=torch.bool, device=shape.device)
+        found = torch.zeros(torch.broadcast_shapes(rows.shape[:-1], j.shape), dtype=torch.bool, device=shape.device)
         for n in range(rows.shape[-1]):
-            found |= rows[..., n] == j // self.block
+            found = found | (rows[..., n] == keys)
         return found
+
+    def tile_bounds(self, shape: PlanShape) -> tuple[Tensor, Tensor]:
+        """A selected block covers a range of tiles: +1 where it begins and -1 where it ends, summed along the keys."""
+        index, size = self._fitted(shape), tiles.SIZE
+        down, across = -(-shape.Tq // size), -(-shape.Tk // size)
+        first = torch.where(index < 0, across, index * self.block // size)
+        last = torch.where(index < 0, across - 1, (((index + 1) * self.block).clamp(max=shape.Tk) - 1) // size)
+        row = torch.arange(shape.Tq, device=shape.device)[:, None] // size * (across + 1)
+        change = torch.zeros(*index.shape[:2], down * (across + 1), dtype=torch.long, device=shape.device)
+        ones = torch.ones_like(index).flatten(2)
+        change.scatter_add_(2, (row + first).flatten(2), ones).scatter_add_(2, (row + last + 1).flatten(2), -ones)
+        some = change.unflatten(2, (down, across + 1))[..., :across].cumsum(3) > 0
+        return some, torch.zeros_like(some)
 
 
 NONE = 2**40  # a block that no key is in
