@@ -299,6 +299,7 @@ _AXES = {
     "tile_map": "bh--",
     "tiles": "--",
 }
+UNBATCHED = tuple(name for name, axes in _AXES.items() if "b" not in axes)
 SLOTS = tuple(f.name for f in dataclasses.fields(Form) if str(f.type) in ("Tensor | None", "Scalar"))
 LISTS = tuple(f.name for f in dataclasses.fields(Form) if str(f.type).startswith("list["))
 PRIOR_SLOTS = (

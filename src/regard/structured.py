@@ -121,7 +121,9 @@ class LowRank(Prior):
         r, key_factor, H = self.query_factor.shape[-1], self.key_factor, shape.H
         query_factor = broadcastable("LowRank(query_factor)", self.query_factor, shape.lead, shape.Tq, r, shape.device)
         heads = key_factor.shape[-3] if key_factor.dim() > 2 else 1
-        if heads not in (1, H) and heads == shape.kv_heads:  # one factor for the query heads that share a key head
+        # One factor for the query heads that share a key head. Scores alone do not tell how many key heads there are.
+        shared = heads == shape.kv_heads if shape.kv_heads else heads > 0 and H % heads == 0
+        if heads not in (1, H) and shared:
             key_factor = key_factor.repeat_interleave(H // heads, -3)
         key_factor = broadcastable("LowRank(key_factor)", key_factor, shape.lead, shape.Tk, r, shape.device)
         for name, factor, T in (("query_factor", query_factor, shape.Tq), ("key_factor", key_factor, shape.Tk)):
@@ -151,11 +153,11 @@ class Decay(Prior):
 
     def terms(self, shape: PlanShape) -> PriorTerms:
         given = self.log_forget
-        gates = broadcastable("Decay(log_forget)", given[..., None, :], shape.lead, 1, shape.Tk, shape.device)
-        if gates.shape[3] != shape.Tk:
+        if given.shape[-1] != shape.Tk:
             raise ValueError(
                 f"Decay(log_forget): expected one number for each key, Tk={shape.Tk}, got {list(given.shape)}"
             )
+        gates = broadcastable("Decay(log_forget)", given[..., None, :], shape.lead, 1, shape.Tk, shape.device)
         check_values("Decay(log_forget)", gates, "finite numbers <= 0", lambda x: (x <= 0) & x.isfinite())
         total = gates.double().cumsum(-1)
         # A query beyond the last key has no gate of its own: what follows the last key forgets nothing.

@@ -284,7 +284,7 @@ STRUCTURED = [
         Tk=9,
     ),
     Case(
-        "every structure, entmax sink",
+        "every structure, entmax sink, softcap",
         lambda m: Transport(
             Tsallis(m.uniform("alpha", 1.3, 1.7)),
             prior=every_structure(m, 4),
