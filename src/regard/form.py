@@ -271,7 +271,8 @@ class Form:
         if self.relative is not None:
             reach = self.relative.shape[3] // 2
             distance = self.distance(Tq, Tk, device).clamp(-reach, reach) + reach
-            terms.append(self.relative.to(dtype)[:, :, 0, distance])
+            # In float64, because each entry of the gradient is a sum over all pairs of one distance.
+            terms.append(self.relative.double()[:, :, 0, distance].to(dtype))
         if self.query_factor is not None and self.key_factor is not None:
             terms.append(self.query_factor.to(dtype) @ self.key_factor.to(dtype).mT)
         if self.decay_query is not None and self.decay_key is not None:
@@ -302,6 +303,7 @@ _AXES = {
     "tile_map": "bh--",
     "tiles": "--",
 }
+UNBATCHED = tuple(name for name, axes in _AXES.items() if "b" not in axes)
 SLOTS = tuple(f.name for f in dataclasses.fields(Form) if str(f.type) in ("Tensor | None", "Scalar"))
 LISTS = tuple(f.name for f in dataclasses.fields(Form) if str(f.type).startswith("list["))
 PRIOR_SLOTS = (
