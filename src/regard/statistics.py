@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ._compat import pytree
+from ._display import Displayed
 from ._validate import Scalar, may_be_zero
 from .convex import x_log_x
 from .form import Form
@@ -396,7 +397,9 @@ else:
             "__doc__": "The requested statistics, [*batch, H, Tq] (per key: [*batch, H, Tk], iterations: [*batch, H]). "
             "The others are None.",
         },
+        bases=(Displayed,),
         eq=False,
+        repr=False,
     )
 
 

@@ -18,7 +18,7 @@ LONGEST = 600  # lines of a file
 LAYERS = (
     ("_compat", "_dropout", "_version"),
     ("_validate",),
-    ("_pytree",),
+    ("_display", "_pytree"),
     ("convex", "agreement"),
     ("regularizers", "priors"),
     ("problem",),

@@ -15,12 +15,15 @@ from typing import Any
 from .rules import LOGIT_ALARM, Finding, Rule
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Event(Finding):
     """What a rule found in a step. Layer and head are None where the event is about the whole run."""
 
     step: int
     metric: str
+
+    def __str__(self) -> str:  # the message of an event names layer and head
+        return f"step {self.step}: {self.rule}: {self.message}. Remedy: {self.remedy}"
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._display import Displayed
+
 EXACT = 16  # positions with a bin of their own
 PER_OCTAVE = 8
 
@@ -51,8 +53,8 @@ def bin_starts(bins: int) -> list[int]:
     return starts
 
 
-@dataclass(eq=False)
-class Layer:
+@dataclass(eq=False, repr=False)
+class Layer(Displayed):
     """The sums of one attention module."""
 
     name: str
