@@ -29,7 +29,8 @@ def test_a_large_score_is_reported_once_until_it_has_fallen():
     assert [bool(some) for some in alarms] == [False, False, True, False, False, False, False, True]
     [event] = alarms[2]
     assert (event.step, event.layer, event.head, event.value, event.threshold) == (2, 3, 0, 101, 100)
-    assert event.severity == "alarm" and "QK-clip" in event.remedy and event.source and event.why
+    assert event.severity == "alarm" and "regard.nn.qk_clip_" in event.remedy and event.source and event.why
+    assert "docs/stabilize.md" in str(event)  # what the terminal shows
 
 
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
@@ -126,7 +127,7 @@ def test_a_healthy_run_is_silent_and_one_that_collapses_is_not(tmp_path, caplog)
             monitor.close()
         found = events(tmp_path / f"{name}.jsonl")
         assert [record.getMessage() for record in caplog.records] == [
-            f"step {e['step']}: {e['event']}: {e['message']}" for e in found
+            f"step {e['step']}: {e['event']}: {e['message']}. Remedy: {e['remedy']}" for e in found
         ]
         if name == "healthy":
             assert found == []

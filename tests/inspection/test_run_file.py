@@ -92,7 +92,8 @@ def test_tensorboard_receives_the_metrics(tmp_path):
         assert [s.value for s in scalars] == pytest.approx([line[name] for line in found], rel=1e-5)
     assert [s.step for s in book.Scalars("attn/event/logit-alarm")] == [0, 0]
     [text] = [book.Tensors(tag) for tag in book.Tags()["tensors"] if tag.startswith("attn/events")]
-    assert b"logit-alarm: largest score" in text[0].tensor_proto.string_val[0]
+    [shown] = text[0].tensor_proto.string_val
+    assert b"logit-alarm: largest score" in shown and b"Remedy: QK-clip" in shown
     assert EventAccumulator(str(tmp_path / "own")).Reload().Scalars("max_attention_logit")
 
 

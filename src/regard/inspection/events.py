@@ -77,8 +77,9 @@ _COLLAPSE = Rule(
     "alarm",
     "Attention concentrates on few keys while the loss begins to oscillate: the pattern of entropy collapse. Peaked "
     "rows pass almost no gradient to the scores, and the run seldom recovers by itself.",
-    "Go back before the dip with a smaller learning rate or a longer warm-up; σReparam or QK-norm; a floor under the "
-    "entropy (regard.nn.entropy_floor); check the scale 1/√d and the initialisation.",
+    "Go back before the dip with a smaller learning rate or a longer warm-up; QK-clip (regard.nn.qk_clip_), σReparam "
+    "or QK-norm; a floor under the entropy (regard.nn.entropy_floor); check the scale 1/√d and the initialisation; see "
+    "docs/stabilize.md.",
     "σReparam, arXiv 2303.06296 (a sharp dip of entropy together with oscillation of the loss); the numbers are ours",
 )
 RULES = tuple(rule.name for rule in (LOGIT_ALARM, _COLLAPSE, _SPIKE, _NOT_FINITE))

@@ -209,9 +209,10 @@ class Monitor:
         for event in events:
             shown = {name: _number(x) if isinstance(x, float) else x for name, x in event.to_dict().items()}
             self.journal.write({"step": event.step, "event": shown.pop("rule")} | shown)
-            log.warning("step %d: %s: %s", event.step, event.rule, event.message)
+            log.warning("%s", event)
             value = math.nan if event.value is None else event.value
-            self.trackers.send(event.step, {f"attn/event/{event.rule}": value}, f"{event.rule}: {event.message}")
+            text = f"{event.rule}: {event.message}. Remedy: {event.remedy}"
+            self.trackers.send(event.step, {f"attn/event/{event.rule}": value}, text)
 
     def close(self) -> None:
         """Write what is known and stop listening to the model."""

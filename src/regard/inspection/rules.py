@@ -66,6 +66,6 @@ LOGIT_ALARM = Rule(
     "Scores this large make the softmax one-hot, so its gradient vanishes and half precision loses digits. In training "
     "they continue to grow and end in loss spikes.",
     "QK-clip (regard.nn.qk_clip_: rescale the query and key weights of this head), QK-norm, a softcap, or a "
-    "smaller learning rate.",
+    "smaller learning rate; see docs/stabilize.md.",
     "QK-clip (Kimi K2) and Megatron's default: largest score > 100",
 )
