@@ -93,6 +93,62 @@ def test_a_collapse_is_a_dip_together_with_an_oscillating_loss():
     assert series(EventDetector(), slow, oscillating) == []  # not sharp
 
 
+EARLY = {  # entropy of the samples, losses before each of them
+    "from the first step": ([0.95, 0.1], [[3.0], [20.0, 60.0, 90.0]]),
+    "after one sample, a loss for each": ([0.95, 0.1], [[3.0], [5.0]]),
+    "after a steep fall": ([0.95, 0.9, 0.2], [[10.8], [8.0, 6.2, 6.0, 6.1], [7.4, 7.5, 7.7, 7.6]]),
+    "it falls again before the sample": ([0.95, 0.1], [[3.0], [9.0, 300.0, 150.0, 80.0, *[40.0] * 30]]),
+}
+HEALTHY = {
+    "falling": ([0.95, 0.3], [[3.0], [2.9, 2.7, 2.75]]),
+    "noise": ([0.95, 0.3], [[2.0], [2.1, 1.95, 2.12, 2.0, 1.9, 2.1]]),
+    "near 0": ([0.95, 0.3], [[3.0], [0.5, 0.02, 0.2, 0.05, 0.3, 0.1]]),
+    "an oscillation without a dip": ([0.95, 0.9], [[3.0], [5.0, 9.0]]),
+}
+
+
+def early(name, detector):
+    found = []
+    entropies, losses = (EARLY | HEALTHY)[name]
+    for step, (entropy, some) in enumerate(zip(entropies, losses, strict=True)):
+        for loss in some:
+            found += detector.logged(step, loss=loss)
+        found += detector.sampled(step, [heads(0, entropy, 5.0)])
+    return found
+
+
+@pytest.mark.parametrize("name", [*EARLY, *HEALTHY])
+def test_a_collapse_before_the_history_has_filled(name):
+    found = early(name, EventDetector())
+    if name in HEALTHY:
+        assert found == []
+        return
+    [event] = found
+    assert (event.rule, event.step) == ("collapse-dip", len(EARLY[name][0]) - 1)
+    assert "while the loss rose from " in event.message
+
+
+def test_a_full_history_is_compared_with_itself():
+    """A loss that is above its lowest, long after it, is not a rise."""
+    for window, collapse in ((10, True), (9, False)):  # there are nine losses
+        found = early("after a steep fall", EventDetector(Limits(window=window)))
+        assert ("collapse-dip" in [event.rule for event in found]) == collapse
+
+
+@pytest.mark.parametrize("at", [0, 8, 30])
+@pytest.mark.parametrize(("every", "logging_steps"), [(5, 1), (50, 1), (50, 10)])
+def test_a_run_that_diverges_in_its_first_steps(tmp_path, at, every, logging_steps):
+    torch.manual_seed(0)
+    model = Reader(width=32)
+    monitor = Monitor(model, every=every, path=tmp_path / "run.jsonl")
+    log = monitor.log
+    monitor.log = lambda loss: log(loss) if monitor.current % logging_steps == 0 else None
+    train(model, monitor, 61, fast=0.3, at=at)
+    monitor.close()
+    steps = [e["step"] for e in events(tmp_path / "run.jsonl") if e["event"] == "collapse-dip"]
+    assert steps and at < min(steps) <= at + max(10, every)
+
+
 def test_a_sudden_fall_of_the_loss_is_no_collapse():
     """A head learns something in a few steps: its entropy dips and the loss falls steeply."""
     generator = torch.Generator().manual_seed(1)

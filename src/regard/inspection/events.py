@@ -37,6 +37,7 @@ class Limits:
     dip: float = 0.5  # the entropy of a layer's lower heads below this share of its highest value ...
     dip_samples: int = 8  # ... in so many samples before
     oscillation: float = 1.5  # upward moves of the loss, as a multiple of its earlier moves
+    climb: float = 0.1  # until `window` losses are known: the loss above its lowest by this share (ours)
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -176,22 +177,38 @@ class EventDetector:
         upward = fmean(max(0.0, move) for move in recent)
         return upward / usual if usual > 0 else 0.0
 
+    def _climb(self) -> tuple[float, float] | None:
+        """Where the loss was and where it is, if it has climbed since the run began.
+
+        A run that diverges in its first steps has no earlier moves of the loss to compare with. Until the window is
+        full, the last losses are therefore compared with the first one and with the lowest mean of as many in a row."""
+        losses = self.series.get("loss", [])
+        n = min(RECENT, len(losses) // 2)
+        if not n or len(losses) >= self.limits.window:
+            return None
+        means = [fmean(losses[k : k + n]) for k in range(len(losses) - n + 1)]
+        base = min(losses[0], *means)
+        size = max(abs(base), losses[0] - base)  # a loss near 0 is compared with how far it has fallen
+        return (base, means[-1]) if means[-1] - base > self.limits.climb * size else None
+
     def _dip(self, step: int, heads: Heads) -> list[Event]:
         before = self.lower.setdefault(str(heads.layer), [])
         if math.isnan(heads.lower):
             return []
         limit = self.limits.dip * max(before, default=0.0)
-        swing = max(self.swings, default=0.0)
-        enough = len(before) >= min(3, self.limits.dip_samples)
-        now = enough and heads.lower < limit and swing > self.limits.oscillation
+        swing, climb = max(self.swings, default=0.0), self._climb()
+        unstable = swing > self.limits.oscillation or climb is not None
+        now = heads.lower < limit and unstable
         self.lower[str(heads.layer)] = [*before, heads.lower][-self.limits.dip_samples :]
         if not self._begins(f"collapse-dip {heads.layer}", now, over=heads.lower >= limit):
             return []
         lowest = min(range(len(heads.entropy)), key=lambda h: _or_one(heads.entropy[h]))
+        loss = f"moved up {swing:.2g} times as much as it used to move"
+        if climb is not None:
+            loss = f"rose from {climb[0]:.3g} to {climb[1]:.3g}"
         message = (
             f"entropy / log n of the lower heads of layer {heads.layer} fell from {max(before):.3g} to "
-            f"{heads.lower:.3g} (lowest: head {lowest}, {heads.entropy[lowest]:.3g}) while the loss moved up "
-            f"{swing:.2g} times as much as it used to move"
+            f"{heads.lower:.3g} (lowest: head {lowest}, {heads.entropy[lowest]:.3g}) while the loss {loss}"
         )
         return [_event(_COLLAPSE, step, heads.layer, lowest, "entropy_norm", heads.lower, limit, message)]
 
