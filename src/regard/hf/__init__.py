@@ -13,6 +13,7 @@ files of this package, in the order in which a call passes through them:
     interception.py  `Interception`: passes every attention call of a model to a listener while a block runs
     inputs.py        what `inspect` and `retrofit` accept as inputs, as arguments of a model
     entropy.py       `entropies`: the differentiable entropies of a training step, on an interception
+    clipping.py      `qk_clip_`: clips the query and key weights of a whole model
     retrofitting.py  `retrofit`, `unretrofit`: adds parameters to a trained model, and removes them
     loading.py       `load`, `from_pretrained`: models from files, folders and names
 
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors; `_NAMES` says the same at run time
     from .calls import HARMLESS, as_call, as_features_call, attend, attention_function, counted_keys
+    from .clipping import qk_clip_
     from .entropy import Entropies, Entropy, entropies
     from .inputs import batches, evaluation_mode, prepared
     from .interception import AttentionCall, Interception, Listener
@@ -41,6 +43,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `_NAMES` says the same at ru
 
 _NAMES = {
     ".calls": ("HARMLESS", "as_call", "as_features_call", "attend", "attention_function", "counted_keys"),
+    ".clipping": ("qk_clip_",),
     ".entropy": ("Entropies", "Entropy", "entropies"),
     ".inputs": ("batches", "evaluation_mode", "prepared"),
     ".interception": ("AttentionCall", "Interception", "Listener"),
