@@ -8,7 +8,7 @@ import transformers as hf
 from transformers import masking_utils
 
 import regard
-from regard import Causal, Rows, Transport, Tsallis
+from regard import ALiBi, Bias, Causal, Documents, Free, Rows, RowsAndColumns, Transport, Tsallis, Window
 from support.models import build, inputs_of, logits
 
 hf.logging.set_verbosity_error()
@@ -81,3 +81,98 @@ def test_dropout_and_scaling_are_passed_on():
     q = torch.randn(1, 2, 3, 4)
     call = regard.hf.as_call(None, torch.nn.Module(), q, q, q, None, dropout=0.25, scaling=0.7, softcap=3.0)
     assert (call["dropout_p"], call["scale"], call["softcap"]) == (0.25, 0.7, 3.0)
+
+
+# --- lengths ----------------------------------------------------------------------------------------------------------
+
+T = 20
+PER_HEAD, FROM_POSITIONS = (
+    r"a tensor per head, \[H, 1, 1\]",
+    r"a prior that follows from positions \(Causal, Window, ALiBi\)",
+)
+FIXED = {
+    "bias": (
+        Transport(prior=Bias(torch.zeros(1, 1, T, T))),
+        r"Bias\(log_prior\).*20 queries and 20 keys",
+        FROM_POSITIONS,
+    ),
+    "bias of keys": (Transport(prior=Causal() * Bias(torch.zeros(T))), r"Bias\(log_prior\).* 20 keys", FROM_POSITIONS),
+    "documents": (
+        Transport(prior=Documents(torch.zeros(T).long())),
+        r"Documents\(query_ids\).* 20 keys",
+        "position_ids",
+    ),
+    "temperature": (Transport(temperature=torch.ones(4, T, 1)), "temperature=.*20 queries", PER_HEAD),
+    "sink": (Transport(marginal=Rows(sink=torch.zeros(1, 4, T, 1))), r"Rows\(sink\)=.*20 queries", PER_HEAD),
+    "offset": (Transport(marginal=Free(offset=torch.zeros(T, 1))), r"Free\(offset\)=.*20 queries", PER_HEAD),
+    "alpha": (Transport(Tsallis(torch.full((4, T, 1), 1.5))), r"Tsallis\(alpha\)=.*20 queries", PER_HEAD),
+    "budget": (Transport(temperature=regard.MatchKL(torch.ones(T, 1))), r"MatchKL\(budget\)=.*20 queries", PER_HEAD),
+}
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
+@pytest.mark.parametrize("name", FIXED)
+def test_generating_with_a_tensor_of_one_length_raises_with_the_remedy(name, cache):
+    problem, part, remedy = FIXED[name]
+    model = build("llama")
+    model.set_attn_implementation(regard.hf.register("regard-fixed", problem))
+    tokens = inputs_of("llama")["input_ids"]
+    assert model(tokens).logits.isfinite().all()  # the length that it is made for
+    options = {"none": {"use_cache": False}, "static": {"cache_implementation": "static"}}.get(cache, {})
+    with pytest.raises(
+        ValueError, match=rf"^problem: expected tensors that fit every call .* got {part}.* Tk=2\d; {remedy}"
+    ):
+        model.generate(tokens, max_new_tokens=4, do_sample=False, **options)
+
+
+def test_columns_of_one_length_raise_with_the_remedy():
+    model, given = build("bert"), inputs_of("bert")
+    short = {name: value[:, :12] for name, value in given.items()}
+    for marginal, part in (
+        (RowsAndColumns(column=torch.ones(T)), "column"),
+        (RowsAndColumns(row=torch.ones(T), column=None), "row"),
+    ):
+        model.set_attn_implementation(regard.hf.register("regard-columns", Transport(marginal=marginal)))
+        assert model(**given).logits.isfinite().all()
+        with pytest.raises(ValueError, match=rf"got RowsAndColumns\({part}\)=.* for 20 .* in a call with Tq=12, Tk=12"):
+            model(**short)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("side", [None, "left"])
+@pytest.mark.parametrize(
+    "prior", [Causal(), Window(5), ALiBi(torch.tensor([0.5, 1.0, 2.0, 0.1])), Causal() * Window(3)], ids=repr
+)
+def test_generating_with_a_prior_of_positions(prior, side, cache):
+    """The same tokens as without a cache, where each pass has all queries."""
+    model = build("llama").double()
+    model.set_attn_implementation(regard.hf.register("regard-positions", Transport(prior=prior)))
+    given = inputs_of("llama", side)
+    options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    static = {"cache_implementation": "static"} if cache == "static" else {}
+    got, whole = (model.generate(**given, **options, **more) for more in (static, {"use_cache": False}))
+    assert torch.equal(got.sequences, whole.sequences)
+    torch.testing.assert_close(torch.stack(got.logits), torch.stack(whole.logits), atol=1e-6, rtol=0)
+    regard.hf.register("regard-positions", Transport())
+    plain = model.generate(**given, **options)
+    assert isinstance(prior, Causal) or not torch.allclose(plain.logits[-1], got.logits[-1], atol=1e-3)
+
+
+def test_ids_of_queries_and_keys_have_their_own_lengths():
+    problem = Transport(prior=Documents(torch.zeros(1).long(), torch.zeros(8).long()))
+    q, k = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 9, 4)
+    regard.hf.as_call(problem, torch.nn.Module(), q, k[:, :, :8], k[:, :, :8])
+    with pytest.raises(
+        ValueError, match=r"got Documents\(key_ids\)=.*, which is for 8 keys, in a call with Tq=1, Tk=9"
+    ):
+        regard.hf.as_call(problem, torch.nn.Module(), q, k, k)
+
+
+def test_new_tokens_at_different_positions():
+    mask = torch.ones(2, 1, 1, 8, dtype=torch.bool)
+    mask[1, ..., 5:] = False
+    q, k = torch.randn(2, 2, 1, 4), torch.randn(2, 2, 8, 4)
+    module, problem = torch.nn.Module(), Transport(prior=Window(3))
+    with pytest.raises(ValueError, match=r"problem: expected one position for the new tokens .* got \[5, 8\]"):
+        regard.hf.as_call(problem, module, q, k, k, mask)
+    assert regard.hf.as_call(problem, module, q, k, k, mask[1:])["key"].shape[2] == 5

@@ -7,6 +7,7 @@ files of this package, in the order in which a call passes through them:
     models.py        which modules of a model use transformers' attention interface; errors for models that do not
     masks.py         the mask function: `StructuredMask`, a mask in O(Tq + Tk) memory
     calls.py         the attention function: turns its arguments into a call of the public `regard.attention`
+    lengths.py       errors for registered problems that fit one length only
     parameters.py    `Retrofit`: the parameters that `retrofit` adds to one attention
     positions.py     which queries are padding, and the position of each query and key in its sequence
     passes.py        whether a forward pass is one that activation checkpointing repeats
