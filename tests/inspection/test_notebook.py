@@ -148,7 +148,7 @@ def test_results_without_numbers():
 
 
 def test_an_auxiliary_output_can_still_be_compiled():
-    def entropy(q: Tensor) -> Tensor:
+    def entropy(q: Tensor) -> Tensor | None:
         aux = regard.attention(q, q, q, problem=Transport(prior=Causal()), return_aux=AuxRequest(entropy=True))[1]
         return aux.entropy
 
