@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ._compat import pytree
+from ._display import Displayed
 from ._validate import Scalar, may_be_zero
 from .convex import x_log_x
 from .form import Form
@@ -371,7 +372,7 @@ if TYPE_CHECKING:  # the fields are made from the table above: type checkers see
         def all(cls, problem: object = None) -> AuxRequest: ...
         def __getattr__(self, name: str) -> bool: ...
 
-    class AuxOutput:
+    class AuxOutput(Displayed):
         __dataclass_fields__: ClassVar[dict[str, Any]]
 
         def __init__(self, **statistics: Tensor) -> None: ...
@@ -396,7 +397,9 @@ else:
             "__doc__": "The requested statistics, [*batch, H, Tq] (per key: [*batch, H, Tk], iterations: [*batch, H]). "
             "The others are None.",
         },
+        bases=(Displayed,),
         eq=False,
+        repr=False,
     )
 
 

@@ -18,7 +18,7 @@ LONGEST = 600  # lines of a file
 LAYERS = (
     ("_compat", "_dropout", "_files", "_version"),
     ("_validate",),
-    ("_pytree",),
+    ("_display", "_pytree"),
     ("serialization",),
     ("convex", "agreement", "tiles"),
     ("regularizers", "priors"),

@@ -95,9 +95,7 @@ class Attend(torch.autograd.Function):
     ) -> tuple:
         V = info.batch_size
         B = _logical_batch(slots, in_dims[4:], tensors)
-        folded = [
-            _fold(s, t, d, V, B, s in _PER_SAMPLE) for s, t, d in zip(slots, tensors, in_dims[4:], strict=True)
-        ]
+        folded = [_fold(s, t, d, V, B, s in _PER_SAMPLE) for s, t, d in zip(slots, tensors, in_dims[4:], strict=True)]
         outputs = Attend.apply(form.without_tensors(), slots, names, backend, *folded)
         return tuple(o.unflatten(0, (V, B)) for o in outputs), (0,) * len(outputs)
 

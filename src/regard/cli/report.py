@@ -73,3 +73,5 @@ def _show_events(events: list[dict[str, Any]], console: Console) -> None:
         console.print(Text.assemble(f"step {event['step']:,}  ", rule, f"  {event['message']}"))
     if len(events) > MOST_EVENTS:
         console.print(Text(f"and {len(events) - MOST_EVENTS} more events, which the report lists", "dim"))
+    for rule, remedy in {str(event["rule"]): str(event["remedy"]) for event in events}.items():
+        console.print(Text(f"what to do about {rule}: {remedy}"))

@@ -9,6 +9,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from .._display import Displayed
 from .._validate import may_be_zero
 from ..arguments import takes_options
 from ..operator import attention
@@ -18,8 +19,8 @@ from ..statistics import AuxRequest
 from .inputs import EstimationOptions, as_transport, check_level
 
 
-@dataclass(frozen=True, eq=False)
-class Evidence:
+@dataclass(frozen=True, eq=False, repr=False)
+class Evidence(Displayed):
     """Evidence of each row against the null hypothesis "no key is special"; both tensors are [B, H, Tq].
 
     kl      KL divergence of the row from the uniform row over its admissible keys, in nats: log n - entropy

@@ -15,6 +15,7 @@ from ..priors import ALiBi, Bias, Causal, Documents, Prior, Window
 from ..problem import Rows, RowsAndColumns, TemperatureRule, Transport
 from ..regularizers import KL
 from ..statistics import AuxOutput, AuxRequest
+from .lengths import check_lengths, follows_positions, keys_so_far
 from .masks import StructuredMask
 from .parameters import Retrofit, retrofit_of
 
@@ -140,11 +141,19 @@ def as_call(
         mask = attention_mask.dense() if isinstance(attention_mask, StructuredMask) else attention_mask
         if mask.dtype != torch.bool:
             mask = _with_infinity(mask)
+    cross = getattr(module, "is_cross_attention", False)
+    if Tq == 1 < Tk and causal and not cross and problem is not None and follows_positions(problem.prior):
+        # A decoding step: the query is at the position of the last key that it may read.
+        if mask is not None and mask.shape[-1] > 1:
+            Tk = keys_so_far(mask)
+            mask = mask[..., :Tk]
+        factors.append(Causal("bottom_right"))
     if attention_mask is not None and problem is not None and isinstance(problem.marginal, RowsAndColumns):
         factors += _without_padding_queries(module, attention_mask, mask, Tq, Tk)
     if Tk != key.shape[2]:
         key, value = key[:, :, :Tk], value[:, :, :Tk]
         position_bias = position_bias[..., :Tk] if position_bias is not None else None
+    check_lengths(problem, Tq, Tk)
     if retrofit is not None and retrofit.slopes is not None:
         factors.append(_distance_prior(retrofit.slopes, Tq, Tk, mask, bool(causal)))
     if position_bias is not None:

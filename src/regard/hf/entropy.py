@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._compat import in_backward
+from .._display import Displayed
 from ..nn.stability import entropy_floor
 from ..problem import Budget, TemperatureRule, Transport
 from ..regularizers import KL
@@ -18,8 +19,8 @@ from .calls import attend, counted_keys
 from .interception import AttentionCall, Interception
 
 
-@dataclass(frozen=True, eq=False)
-class Entropy:
+@dataclass(frozen=True, eq=False, repr=False)
+class Entropy(Displayed):
     """The entropies of one attention's rows, with their gradient."""
 
     name: str

@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._display import Displayed
+
 _SOUND = frozenset(("input_values", "input_features"))
 _INPUTS = _SOUND | {"input_ids", "inputs_embeds", "pixel_values"}  # a module that accepts one of them is a part
 _OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states", "cross_attention_states")  # the sources of other keys
 
 
-@dataclass(frozen=True, eq=False)
-class Place:
+@dataclass(frozen=True, eq=False, repr=False)
+class Place(Displayed):
     """The positions of an attention call's queries and keys."""
 
     is_cross: bool  # the keys are those of another sequence

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._display import Displayed
+
 EXACT = 16  # positions with a bin of their own
 PER_OCTAVE = 8
 
@@ -56,8 +58,8 @@ def nth_call(name: str, n: int) -> str:
     return name if n == 1 else f"{name} (call {n})"
 
 
-@dataclass(eq=False)
-class Layer:
+@dataclass(eq=False, repr=False)
+class Layer(Displayed):
     """The sums of one attention: a module, or one of its calls if a pass calls it several times."""
 
     name: str
