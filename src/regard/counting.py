@@ -37,10 +37,11 @@ def temperature_by_keys(form: Form, rule: ByKeys, shape: PlanShape) -> Tensor:
         log_count = torch.where(several, count, 2).to(shape.dtype).log()
     inverse = offset + slope * torch.where(several, log_count**power, 0.0)
     check_values("temperature", inverse, "ByKeys with 1/temperature >= 0", lambda x: (x >= 0) & x.isfinite())
-    if form.marginal == "rows":  # a row of one key has the same plan at any temperature
-        inverse = torch.where(several, inverse, 1.0)
+    # In a row of one key the power is constant, and under plain rows so is the plan: there a limit needs no gradient.
+    varied = several if form.marginal == "rows" or not offset.requires_grad else torch.ones_like(several)
     if inverse.requires_grad:
-        check_values("temperature", inverse, "ByKeys with 1/temperature > 0 where it needs a gradient", lambda x: x > 0)
+        zero = torch.where(varied, inverse, 1.0)
+        check_values("temperature", zero, "ByKeys with 1/temperature > 0 where it needs a gradient", lambda x: x > 0)
     # 1/temperature = 0 is the limit of high temperatures, where the plan is the prior's own to rounding.
     return 1 / inverse.clamp(min=_LEAST[shape.dtype])
 

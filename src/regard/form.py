@@ -261,20 +261,25 @@ class Form:
         found.scatter_(3, self.selected.clamp(max=blocks), True)
         return found[..., (torch.arange(Tk, device=found.device) + first) // block]
 
-    def log_prior(self, Tq: int, Tk: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """log pi of all terms but the density; None if there are none. Masks and bands are in `admissible`."""
+    def log_prior(
+        self, Tq: int, Tk: int, dtype: torch.dtype, device: torch.device, with_density: bool = True
+    ) -> Tensor | None:
+        """log pi of all terms; None if there are none. Masks and bands are in `admissible`."""
         terms = [bias.to(dtype) for bias in self.log_priors]
         if self.slopes is not None:
             terms.append(-self.slopes * self.distance(Tq, Tk, device).abs())
         if self.relative is not None:
             reach = self.relative.shape[3] // 2
             distance = self.distance(Tq, Tk, device).clamp(-reach, reach) + reach
-            terms.append(self.relative.to(dtype)[:, :, 0, distance])
+            # In float64, because each entry of the gradient is a sum over all pairs of one distance.
+            terms.append(self.relative.double()[:, :, 0, distance].to(dtype))
         if self.query_factor is not None and self.key_factor is not None:
             terms.append(self.query_factor.to(dtype) @ self.key_factor.to(dtype).mT)
         if self.decay_query is not None and self.decay_key is not None:
             # A masked key may be ahead of the query, where the sum would be positive and might overflow.
             terms.append((self.decay_query - self.decay_key).clamp(max=0).to(dtype))
+        if self.density is not None and with_density:
+            terms.append(self.density.to(dtype).log())
         result = None
         for term in terms:
             result = term if result is None else result + term
@@ -298,6 +303,7 @@ _AXES = {
     "tile_map": "bh--",
     "tiles": "--",
 }
+UNBATCHED = tuple(name for name, axes in _AXES.items() if "b" not in axes)
 SLOTS = tuple(f.name for f in dataclasses.fields(Form) if str(f.type) in ("Tensor | None", "Scalar"))
 LISTS = tuple(f.name for f in dataclasses.fields(Form) if str(f.type).startswith("list["))
 PRIOR_SLOTS = (

@@ -36,7 +36,7 @@ from .causality import CAUSAL, refuse_causal, refuse_causal_tensor
 from .counting import temperature_by_keys
 from .form import ColumnSettings, Form
 from .priors import Causal, PlanShape, Prior, Product, join_ids
-from .problem import Budget, ByKeys, Free, Rows, RowsAndColumns, Transport
+from .problem import Budget, ByKeys, Free, Rows, RowsAndColumns, TemperatureRule, Transport
 from .regularizers import FDivergence, Regularizer
 from .similarities import as_dot_products, check_score, scale_of
 from .structured import add_tables
@@ -68,7 +68,7 @@ def lower(
         if key.shape[1] != value.shape[1]:  # one head of keys or of values for all
             heads = max(key.shape[1], value.shape[1])
             key, value = key.expand(-1, heads, -1, -1), value.expand(-1, heads, -1, -1)
-    dtype, D = query.dtype, query.shape[3]
+    dtype, D, kv_heads = query.dtype, query.shape[3], key.shape[1]
     if score != "dot":
         check_score(score)
         query, key = as_dot_products(score, query, key)
@@ -83,7 +83,7 @@ def lower(
     if problem is None and is_causal is False and causal is None:  # plain softmax
         form = Form()
     else:
-        shape = _plan_shape(query, key, lead)
+        shape = _plan_shape(query, key, lead, kv_heads)
         form = lower_problem(problem, shape, is_causal, causal)
     form.query, form.key, form.value = query, key, value
     form.scale = scale_of(score, D) if scale is None else number("scale", scale, "a finite number", finite)
@@ -96,7 +96,7 @@ def lower(
     if problem is not None or attn_mask is not None:
         _refuse_mixed(form)
     if problem is not None and isinstance(problem.temperature, ByKeys):
-        form.temperature = temperature_by_keys(form, problem.temperature, _plan_shape(query, key, lead))
+        form.temperature = temperature_by_keys(form, problem.temperature, _plan_shape(query, key, lead, kv_heads))
     form.dropout_p = number("dropout_p", dropout_p, "a probability in [0, 1]", probability)
     if form.dropout_p > 0:
         seed = torch.randint(2**62, (1, 1, 1, 1), device=query.device)
@@ -104,9 +104,10 @@ def lower(
     return form
 
 
-def _plan_shape(query: Tensor, key: Tensor, lead: tuple[int, ...]) -> PlanShape:
+def _plan_shape(query: Tensor, key: Tensor, lead: tuple[int, ...], kv_heads: int) -> PlanShape:
+    """`kv_heads` as the caller gave them: `key_scale` may have copied the keys of shared heads."""
     dtype = compute_dtype(query.dtype)
-    return PlanShape(lead, query.shape[2], key.shape[2], dtype, query.device, kv_heads=key.shape[1])
+    return PlanShape(lead, query.shape[2], key.shape[2], dtype, query.device, kv_heads=kv_heads)
 
 
 def lower_scores(scores: Tensor, problem: Transport, dtype: torch.dtype | None = None) -> tuple[Form, Tensor]:
@@ -371,7 +372,7 @@ def _lower_temperature(form: Form, problem: Transport, shape: PlanShape) -> None
     if type(temperature) is float:
         form.temperature, form.hard = temperature, temperature == 0
         return
-    if isinstance(temperature, ByKeys):  # computed when the masks are known
+    if isinstance(temperature, TemperatureRule):  # ByKeys: computed when the masks are known
         form.temperature = torch.ones(1, 1, 1, 1, dtype=shape.dtype, device=shape.device)
         return
     form.temperature = _row("temperature", temperature, shape, per_head=False)

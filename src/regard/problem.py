@@ -118,10 +118,14 @@ class RowsAndColumns(Marginal):
             raise TypeError(f"RowsAndColumns(strict): expected a bool, got {describe(self.strict)}")
 
 
-# --- budgets ----------------------------------------------------------------------------------------------------------
+# --- rules for the temperature ----------------------------------------------------------------------------------------
 
 
-class Budget(Part, abstract=True):
+class TemperatureRule(Part, abstract=True):
+    """A rule in place of a temperature, which gives each row its own."""
+
+
+class Budget(TemperatureRule, abstract=True):
     """A rule in place of a temperature: each row gets the temperature at which a statistic of its plan is `budget`."""
 
     statistic: ClassVar[str]
@@ -158,7 +162,7 @@ class MatchEntropy(Budget):
     statistic: ClassVar[str] = "entropy"
 
 
-class ByKeys(Part):
+class ByKeys(TemperatureRule):
     """A rule in place of a temperature: 1/temperature = offset + slope * (log n)^power, with n the admissible keys of
     the row.
 
@@ -192,7 +196,7 @@ class Transport(Part):
     _: dataclasses.KW_ONLY
     prior: Prior | None = None
     marginal: Marginal | None = None
-    temperature: Scalar | Budget | ByKeys = 1.0
+    temperature: Scalar | TemperatureRule = 1.0
 
     def __post_init__(self) -> None:
         # Dynamo cannot build an object whose defaults are objects: None is replaced here.
@@ -210,7 +214,7 @@ class Transport(Part):
                 raise TypeError(f"Transport({name}): expected a {name}, got {describe(value)}{hint}")
         if isinstance(self.temperature, Budget):
             self._check_budget()
-        elif not isinstance(self.temperature, ByKeys):
+        elif not isinstance(self.temperature, TemperatureRule):
             check_scalar("Transport(temperature)", self.temperature, "a finite number >= 0", not_negative)
 
     def _check_budget(self) -> None:
@@ -253,6 +257,6 @@ class Transport(Part):
             shown.append(f"prior={self.prior!r}")
         if self.marginal != Rows():
             shown.append(f"marginal={self.marginal!r}")
-        if isinstance(self.temperature, Tensor | Part) or self.temperature != 1:
+        if isinstance(self.temperature, Tensor | TemperatureRule) or self.temperature != 1:
             shown.append(f"temperature={describe(self.temperature)}")
         return f"Transport({', '.join(shown)})"

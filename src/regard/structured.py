@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from . import tiles
 from ._validate import broadcastable, check_device, check_type, check_values, concrete, describe, is_integer
 from .priors import Alignment, PlanShape, Prior, PriorTerms, check_alignment, check_floating
 
@@ -120,7 +121,9 @@ class LowRank(Prior):
         r, key_factor, H = self.query_factor.shape[-1], self.key_factor, shape.H
         query_factor = broadcastable("LowRank(query_factor)", self.query_factor, shape.lead, shape.Tq, r, shape.device)
         heads = key_factor.shape[-3] if key_factor.dim() > 2 else 1
-        if heads not in (1, H) and heads == shape.kv_heads:  # one factor for the query heads that share a key head
+        # One factor for the query heads that share a key head. Scores alone do not tell how many key heads there are.
+        shared = heads == shape.kv_heads if shape.kv_heads else heads > 0 and H % heads == 0
+        if heads not in (1, H) and shared:
             key_factor = key_factor.repeat_interleave(H // heads, -3)
         key_factor = broadcastable("LowRank(key_factor)", key_factor, shape.lead, shape.Tk, r, shape.device)
         for name, factor, T in (("query_factor", query_factor, shape.Tq), ("key_factor", key_factor, shape.Tk)):
@@ -150,11 +153,11 @@ class Decay(Prior):
 
     def terms(self, shape: PlanShape) -> PriorTerms:
         given = self.log_forget
-        gates = broadcastable("Decay(log_forget)", given[..., None, :], shape.lead, 1, shape.Tk, shape.device)
-        if gates.shape[3] != shape.Tk:
+        if given.shape[-1] != shape.Tk:
             raise ValueError(
                 f"Decay(log_forget): expected one number for each key, Tk={shape.Tk}, got {list(given.shape)}"
             )
+        gates = broadcastable("Decay(log_forget)", given[..., None, :], shape.lead, 1, shape.Tk, shape.device)
         check_values("Decay(log_forget)", gates, "finite numbers <= 0", lambda x: (x <= 0) & x.isfinite())
         total = gates.double().cumsum(-1)
         # A query beyond the last key has no gate of its own: what follows the last key forgets nothing.
@@ -201,8 +204,8 @@ class Selected(Prior):
         if not is_integer(self.block) or self.block < 1:
             raise ValueError(f"Selected(block): expected a positive int, got {describe(self.block)}")
 
-    def sorted_index(self, shape: PlanShape) -> Tensor:
-        """The selected blocks of each query in increasing order, [B|1, H|1, Tq, n]; `NONE` fills up."""
+    def _fitted(self, shape: PlanShape) -> Tensor:
+        """[B|1, H|1, Tq, n]"""
         index = broadcastable("Selected(index)", self.index, shape.lead, shape.Tq, self.index.shape[-1], shape.device)
         if index.shape[2] != shape.Tq:
             raise ValueError(
@@ -212,7 +215,14 @@ class Selected(Prior):
         check_values(
             "Selected(index)", index, f"-1, or blocks of keys below {blocks}", lambda x: (x >= -1) & (x < blocks)
         )
-        index = torch.where(index < 0, NONE, index.long()).sort(-1).values
+        return index.long()
+
+    def sorted_index(self, shape: PlanShape) -> Tensor:
+        """The selected blocks of each query in increasing order, [B|1, H|1, Tq, n]; `NONE` fills up."""
+        index = self._fitted(shape)
+        if index.shape[3] == 0:  # a tensor without memory would stand for no selection
+            return index.new_full((*index.shape[:3], 1), NONE)
+        index = torch.where(index < 0, NONE, index).sort(-1).values
         again = torch.nn.functional.pad(index[..., 1:] == index[..., :-1], (1, 0))
         if concrete(again) and not bool(again.any()):
             return index
@@ -222,12 +232,25 @@ class Selected(Prior):
         return PriorTerms(selected=self.sorted_index(shape), selected_block=self.block)
 
     def admits(self, shape: PlanShape, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        index = broadcastable("Selected(index)", self.index, shape.lead, shape.Tq, self.index.shape[-1], shape.device)
+        index, keys = self._fitted(shape), j // self.block
         rows = index[b % index.shape[0], h % index.shape[1], i]  # [..., n]
-        found = torch.zeros(torch.broadcast_shapes(i.shape, j.shape), dtype=torch.bool, device=shape.device)
+        found = torch.zeros(torch.broadcast_shapes(rows.shape[:-1], j.shape), dtype=torch.bool, device=shape.device)
         for n in range(rows.shape[-1]):
-            found |= rows[..., n] == j // self.block
+            found = found | (rows[..., n] == keys)
         return found
+
+    def tile_bounds(self, shape: PlanShape) -> tuple[Tensor, Tensor]:
+        """A selected block covers a range of tiles: +1 where it begins and -1 where it ends, summed along the keys."""
+        index, size = self._fitted(shape), tiles.SIZE
+        down, across = -(-shape.Tq // size), -(-shape.Tk // size)
+        first = torch.where(index < 0, across, index * self.block // size)
+        last = torch.where(index < 0, across - 1, (((index + 1) * self.block).clamp(max=shape.Tk) - 1) // size)
+        row = torch.arange(shape.Tq, device=shape.device)[:, None] // size * (across + 1)
+        change = torch.zeros(*index.shape[:2], down * (across + 1), dtype=torch.long, device=shape.device)
+        ones = torch.ones_like(index).flatten(2)
+        change.scatter_add_(2, (row + first).flatten(2), ones).scatter_add_(2, (row + last + 1).flatten(2), -ones)
+        some = change.unflatten(2, (down, across + 1))[..., :across].cumsum(3) > 0
+        return some, torch.zeros_like(some)
 
 
 NONE = 2**40  # a block that no key is in

@@ -673,7 +673,7 @@ TESTS = os.pathsep.join(map(str, Path(__file__).resolve().parents[:2]))
 KILLED = """
 import os, signal, sys, torch
 sys.path[:0] = sys.argv[2].split(os.pathsep)
-import regard, safetensors.torch
+import regard
 from regard.inspection import run
 from support.models import build
 from test_inspection import tokens
@@ -681,14 +681,15 @@ from test_inspection import tokens
 run.SAVE_EVERY = 0.0  # after every batch
 model, batches = build("gemma3"), [tokens(64, 2, 15 + n, n) for n in range(5)]
 how, count = sys.argv[3], 0
-plain = safetensors.torch.save_file
+plain = os.fsync
 
-def save_file(tensors, path, **options):
+def fsync(file):
     global count
-    plain(tensors, path, **options)
+    plain(file)
     count += 1
     if count == 3 and how == "writing":  # half a file
-        os.truncate(path, os.path.getsize(path) // 2)
+        part = sys.argv[1] + ".part"
+        os.truncate(part, os.path.getsize(part) // 2)
         os.kill(os.getpid(), signal.SIGKILL)
 
 def wait(*_):
@@ -696,7 +697,7 @@ def wait(*_):
         print("in the fourth batch", flush=True)
         signal.pause()
 
-safetensors.torch.save_file = save_file
+os.fsync = fsync
 model.model.layers[1].register_forward_hook(wait)
 regard.inspect(model, batches, run=sys.argv[1])
 """

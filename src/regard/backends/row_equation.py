@@ -42,6 +42,7 @@ class RowEquation:
     shift: Scalar = 0.0  # lambda = anchor + mu - origin + shift
     null_log_prior: Tensor | None = None  # of the null key: 0, minus the common factor taken out of the prior
     silent: Tensor | None = None  # the density where it is 0 and the key is read, 0 elsewhere; None without a density
+    silent_scores: Tensor | None = None  # the scores of those keys, which `scores` does not hold
 
     @property
     def origin(self) -> Scalar:
@@ -92,9 +93,9 @@ class RowEquation:
 
     def silence(self, mu: Tensor) -> Tensor | float:
         """The weights of keys of density 0: their values are 0, their derivatives by the density are not."""
-        if self.silent is None:
+        if self.silent is None or self.silent_scores is None:
             return 0.0
-        t = self.price(self.scores, mu)
+        t = self.price(self.silent_scores, mu)
         # link(t) of such a key may overflow, because its score has no part in the price: 0 * inf would be NaN.
         over = self.regularizer.weights(t.detach(), self.log_prior).isinf()
         ratio = self.regularizer.weights(torch.where(over, 0.0, t), self.log_prior)
@@ -149,7 +150,7 @@ def solve_rows(form: Form, scores: Tensor, mu: Tensor | None = None, order: int 
     B, H, Tq, Tk = scores.shape
     device = scores.device
     read = admissible = form.admissible(Tq, Tk, device)
-    log_prior = form.log_prior(Tq, Tk, scores.dtype, device)
+    log_prior = form.log_prior(Tq, Tk, scores.dtype, device, with_density=False)
     silent = None
     if form.density is not None and Tk > 0:
         # log(density) joins the log-prior where the density is positive; elsewhere the key is masked, but for `silent`.
@@ -197,6 +198,8 @@ def solve_rows(form: Form, scores: Tensor, mu: Tensor | None = None, order: int 
         mu = torch.where(idle, 0.0, mu)
     if read is not None:  # t = 0 where a key is not admissible: an infinity would make derivatives NaN
         rows.scores = torch.where(read, rows.scores, mu.detach())
+    if silent is not None and admissible is not None:  # the same for keys of density 0, whose scores may be the largest
+        rows.silent_scores, rows.scores = rows.scores, torch.where(admissible, rows.scores, mu.detach())
     start = mu.detach()
     for _ in range(order if form.marginal != "free" else 0):
         taken, target, slope = rows.sides(mu)

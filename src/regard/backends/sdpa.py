@@ -134,8 +134,6 @@ def _mask(form: Form) -> Tensor | None:
     device = form.query.device
     admissible = form.admissible(Tq, Tk, device)
     bias = form.log_prior(Tq, Tk, form.dtype, device)
-    if form.density is not None:
-        bias = form.density.log() if bias is None else bias + form.density.log()
     if form.score_bias is not None:
         assert not isinstance(form.temperature, Tensor)
         # A mask entry at the lowest finite number must not become -inf when divided.

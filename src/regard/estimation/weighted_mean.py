@@ -14,6 +14,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from .._display import Displayed
 from .._validate import concrete, is_number
 from ..arguments import takes_options
 from ..operator import attention
@@ -24,8 +25,8 @@ from .inputs import EstimationOptions, as_transport, check_level
 from .student import student_quantile
 
 
-@dataclass(frozen=True, eq=False)
-class Estimate:
+@dataclass(frozen=True, eq=False, repr=False)
+class Estimate(Displayed):
     """The result of `estimate`: one row per query, in the caller's leading dimensions (written here as B, H).
 
     value             [B, H, Tq, Dv], attention's output: the maximum-likelihood v

@@ -33,7 +33,7 @@ class RelativeBias:
     is no tensor: activation checkpointing hands it from layer to layer as it is.
     """
 
-    def __init__(self, owner: nn.Module, compute: Callable[..., Tensor], arguments: tuple[int, int, Any, int]) -> None:
+    def __init__(self, owner: Any, compute: Callable[..., Tensor], arguments: tuple[int, int, Any, int]) -> None:
         self.owner, self.compute = owner, compute
         self.query_length, self.key_length, self.device, self.offset = arguments
         weights = getattr(owner, "relative_attention_bias", None)
@@ -89,8 +89,8 @@ class RelativeBias:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        args, kwargs = pytree.tree_map_only(RelativeBias, RelativeBias.dense, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        args = pytree.tree_map_only(RelativeBias, RelativeBias.dense, args)
+        return func(*args, **pytree.tree_map_only(RelativeBias, RelativeBias.dense, kwargs or {}))
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.dense()[index]

@@ -37,6 +37,7 @@ class AttentionCall:
 
     module: nn.Module
     name: str  # of the module in the model
+    depth: int  # how often the model called this module before in the same pass: layers may share their weights
     layer: int  # number of the module among the model's attentions, or its own `layer_idx`
     problem: Problem  # as registered; None: softmax
     arguments: dict[str, Any]  # of `regard.attention`
@@ -185,6 +186,6 @@ class Interception:
 
     def _handle(self, problem: Problem, module: nn.Module, call: dict[str, Any], position_ids: object) -> Tensor:
         (B, _, Tq, _), Tk = call["query"].shape, call["key"].shape[2]
-        place = self.calls.place(module, B, Tq, Tk, position_ids)
-        key = id(module)
-        return self.listener.attend(AttentionCall(module, self.names[key], self.layers[key], problem, call, place))
+        place, depth = self.calls.place(module, B, Tq, Tk, position_ids), self.calls.depth(module)
+        name, layer = self.names[id(module)], self.layers[id(module)]
+        return self.listener.attend(AttentionCall(module, name, depth, layer, problem, call, place))

@@ -68,6 +68,8 @@ def _no_attention_in(model: nn.Module) -> str:
         why = f"which bypasses it ({', '.join(bypassing)} compute attention on their own)"
     else:
         why = "which has no attention, or one that bypasses it in another way: regard would change nothing"
+    if any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
+        why += "; regard.Monitor records the modules of PyTorch"
     kind = type(model).__name__
     return f"expected a model whose attention goes through transformers' AttentionInterface, got {kind}, {why}"
 

@@ -33,6 +33,10 @@ def register(name: str = "regard", problem: Transport | Features | None = None) 
     with a cache each new token is computed over all keys again (`step`, which avoids this, does not fit transformers'
     caches). RowsAndColumns is for bidirectional models (a causal one raises); padding positions take no part.
 
+    A tensor of the problem that is made for one length (a `Bias` [T, T], ids [T], a temperature per query) raises in a
+    call of another length, as `generate` makes them. Tensors per head and priors of positions fit every length. In a
+    decoding step, a prior of positions without an alignment is aligned to the cache.
+
     A problem (or features) that requires grad raises: a registered name belongs to no model, so the learned tensors
     would be in no model's parameters() or state_dict(). `retrofit` adds parameters to a model.
     """

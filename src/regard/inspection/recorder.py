@@ -25,7 +25,7 @@ from ..problem import RowsAndColumns, Transport
 from ..regularizers import KL
 from ..statistics import ROW_STATISTICS, AuxOutput, AuxRequest
 from . import provenance
-from .layers import DERIVED, PATTERNS, Layer, derived_channels, position_bins
+from .layers import DERIVED, PATTERNS, Layer, derived_channels, nth_call, position_bins
 from .patterns import count_admissible, pattern_weights, plan_arguments, sees_first_key, with_prior
 from .result import Inspection
 from .views import Views
@@ -44,7 +44,8 @@ class Recorder:
         about["declared"] = {str(name): provenance.as_json(p) for name, p in self.interception.problems.items()}
         self.inspection = Inspection(self.choose_statistics(statistics), about, patterns=patterns)
         self.views: Views | None = None  # filled by the pass under way, if it is the one to look at closely
-        self._layers: dict[str, Layer] = {}  # by the name of the attention
+        self._layers: dict[str, Layer] = {}  # by the name of the layer
+        self._first_calls: dict[str, int] = {}  # by the name of the layer: its place in the order of the first calls
 
     def choose_statistics(self, wanted: Iterable[str] | None) -> tuple[str, ...]:
         """The statistics to record; by default all that every problem of the model defines and the fastest backend
@@ -83,6 +84,7 @@ class Recorder:
                 raise ValueError(f"run: {str(run)!r} was begun with other {what}: expected {expected}, got {got}")
         self.inspection = begun
         self._layers = {layer.name: layer for layer in begun.layers}
+        self._first_calls = {layer.name: n for n, layer in enumerate(begun.layers)}
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -170,7 +172,7 @@ class Recorder:
         if self.views is not None and (real is not None or place.is_cross):
             self.views.give_up()
         elif self.views is not None:
-            self.views.add(call.name, arguments, plan)
+            self.views.add(nth_call(call.name, call.depth + 1), arguments, plan)
         valid = aux.max_scores > -torch.inf
         if real is not None:
             valid = valid & real[:, None]
@@ -218,15 +220,30 @@ class Recorder:
         return out
 
     def _layer(self, call: hf.AttentionCall, heads: int) -> Layer:
-        """The layer of a call, created at the first one. Layers are in the order of the model's modules."""
-        if call.name not in self._layers:
+        """The layer of a call, created at the first one.
+
+        Layers are in the order of the model's modules and have the numbers of the modules. If the model calls a module
+        again in the same pass (layers that share their weights), each call is a layer, and all layers are numbered in
+        the order of their first calls.
+        """
+        name = nth_call(call.name, call.depth + 1)
+        self._first_calls.setdefault(name, len(self._first_calls))
+        if name not in self._layers:
             channels = tuple(n for n in self.inspection.statistics if n != "key_mass") + DERIVED
             channels += PATTERNS if self.inspection.patterns else ()
-            self._layers[call.name] = Layer.empty(call.name, call.layer, heads, channels)
-            self.inspection.layers.append(self._layers[call.name])
-            order = {name: n for n, name in enumerate(self.interception.names.values())}
-            self.inspection.layers.sort(key=lambda layer: order.get(layer.name, len(order)))
-        return self._layers[call.name]
+            self._layers[name] = Layer.empty(name, call.layer, heads, channels)
+            self.inspection.layers.append(self._layers[name])
+            self._order_layers()
+        return self._layers[name]
+
+    def _order_layers(self) -> None:
+        """Sort the layers, and number them again if some share their weights."""
+        order = {name: n for n, name in enumerate(self.interception.names.values())}
+        if not self._first_calls.keys() <= order.keys():
+            order = self._first_calls
+            for layer in self.inspection.layers:
+                layer.index = order[layer.name]
+        self.inspection.layers.sort(key=lambda layer: order[layer.name])
 
 
 def _real_queries(call: hf.AttentionCall) -> Tensor | None:

@@ -17,7 +17,7 @@ from ..._validate import concrete
 from ...form import Form
 from ..base import READOUT, Backend
 from ..row_gradient import PARAMETERS, SUMS_KL, SUMS_LINK, RowGradient, row_value
-from .engine import extension
+from .engine import extension, missing
 from .records import FAMILIES, LOG_PRIORS, MARGINALS, centred, record_of
 
 _LIST_ROOM = 128  # numbers that a row may store for backward about its few keys
@@ -59,8 +59,8 @@ class Native(Backend):
 
     def unsupported(self, form: Form, names: tuple[str, ...]) -> str | None:
         """Why the engine cannot serve the problem, or None."""
-        module, reason = extension()
-        if module is None:
+        reason = missing()
+        if reason is not None:
             return reason
         assert form.query is not None
         if not form.query.is_cpu:

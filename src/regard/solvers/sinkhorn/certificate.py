@@ -57,8 +57,6 @@ def judge_plan(best: TwoSidedPlan, p: Tensor) -> dict[str, Tensor]:
     form = best.rows.form
     form = dataclasses.replace(form, log_priors=form.log_priors[:-1])  # the last log-prior holds the keys' prices
     log_prior = form.log_prior(p.shape[2], p.shape[3], p.dtype, p.device)
-    if form.density is not None:
-        log_prior = form.density.log() if log_prior is None else log_prior + form.density.log()
     if log_prior is not None:
         ratio = ratio - torch.where(p > 0, p * log_prior, 0.0)
     allowed = best.rows.where_admissible(torch.ones_like(p), 0.0) if p.numel() else p
