@@ -142,7 +142,11 @@ def read_any(path: Path) -> tuple[str, dict[str, Any]]:
         if where.suffix == ".json" and head.lstrip().startswith(b"{"):
             return "inspection", read_record(where)
         if len(head) > 8 and head[8:9] == b"{":  # safetensors: the header's length, then the header
-            return "inspection", Inspection.load(where).record()
+            found = Inspection.load(where)
+            if not found.layers:
+                hint = f"regard inspect with --run {where} continues it"
+                raise Refused(f"{where}: expected a run with a finished sequence, got one that ended before: {hint}")
+            return "inspection", found.record()
         return "training", read_run(where)
     except (OSError, ValueError) as error:
         raise Refused(f"{error}") from None

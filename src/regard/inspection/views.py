@@ -38,6 +38,17 @@ class Views:
         self.path_queries: list[int] = []
         self.layers: dict[str, dict[str, list[Any]]] = {}  # lists by head
 
+    def state(self) -> dict[str, Any]:
+        """What was added so far, for a run file."""
+        return vars(self) | {"layers": dict(self.layers)}
+
+    @classmethod
+    def resumed(cls, state: dict[str, Any]) -> Views:
+        """The views that `state` described."""
+        views = cls()
+        vars(views).update(state, layers=dict(state["layers"]))
+        return views
+
     def give_up(self) -> None:
         """The sequence has no views."""
         self.given_up = True
@@ -55,17 +66,18 @@ class Views:
         window = _rows(form, shipped, slice(0, size), size)[1][..., :size]
         roots = (255 * window.clamp(0, 1).sqrt()).round().byte().cpu()
         windows = [base64.b64encode(bytes(head.flatten().tolist())).decode() for head in roots]
-        found = []
+        best_keys = []
         for i in self.queries:  # one by one: `topk` would compute the rows of all queries
             start, row = _rows(form, shipped, slice(i, i + 1), min(TOP, Tk))
             best, index = row[:, 0].topk(min(TOP, Tk))
-            found.append((best.cpu(), index.cpu() + start))
-        weights, keys = (torch.stack(part, 1) for part in zip(*found, strict=True))  # [H, queries, n]
+            best_keys.append((best.cpu(), index.cpu() + start))
+        weights, keys = (torch.stack(part, 1) for part in zip(*best_keys, strict=True))  # [H, queries, n]
         shares = [[[json_number(w, digits=4) for w in row] for row in head] for head in weights.tolist()]
-        self.layers[name] = {"windows": windows, "keys": keys.tolist(), "weights": shares}
+        found = {"windows": windows, "keys": keys.tolist(), "weights": shares}
         paths = _temperature_paths(call, self.path_queries)
         if paths is not None:
-            self.layers[name] |= {"entropy": paths[0], "expected_score": paths[1]}
+            found |= {"entropy": paths[0], "expected_score": paths[1]}
+        self.layers[name] = found
         return None
 
     def finish(self, names: list[str], tokens: list[str] | None) -> dict[str, Any]:

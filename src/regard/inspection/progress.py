@@ -1,0 +1,69 @@
+"""`progress_bar`: shows on the terminal which layer of which sequence is being recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+
+class Progress:
+    """What `inspect` reports while it runs. This one shows nothing."""
+
+    def begin_batch(self, number: int, noun: str) -> None:
+        """The batch with this number (from 1) begins; `noun`: what it is called."""
+
+    def begin_call(self, number: int, repeated: bool) -> None:
+        """The attention call with this number (from 1) of the batch begins. `repeated`: it is in the run file, and is
+        only computed again."""
+
+    def end_batch(self) -> None:
+        """The batch is recorded, or was already."""
+
+
+class _Bar(Progress):
+    """A bar over all attention calls of all batches."""
+
+    def __init__(self, bar: Any, layers: int, batches: int | None) -> None:
+        self.bar, self.layers, self.batches = bar, layers, batches
+        self.task = bar.add_task("inspecting", total=None if batches is None else batches * layers)
+        self.number, self.title = 0, ""
+
+    def begin_batch(self, number: int, noun: str) -> None:
+        self.number = number
+        self.title = f"{noun} {number}" if self.batches is None else f"{noun} {number} of {self.batches}"
+
+    def begin_call(self, number: int, repeated: bool) -> None:
+        # A model may call an attention more than once in a pass: the bar then stays at the end of the batch.
+        layer = min(number, self.layers)
+        text = f"{self.title}, layer {layer} of {self.layers}{' (again)' if repeated else ''}"
+        self._show((self.number - 1) * self.layers + layer - 1, text)
+
+    def end_batch(self) -> None:
+        self._show(self.number * self.layers, self.title)
+
+    def _show(self, completed: int, text: str) -> None:
+        self.bar.update(self.task, completed=completed, description=text)
+
+
+@contextlib.contextmanager
+def progress_bar(wanted: bool | None, layers: int, batches: int | None) -> Iterator[Progress]:
+    """A progress bar on stderr (`wanted` None: if that is a terminal) for models with this many attentions. `batches`:
+    their number, if it is known."""
+    if not (sys.stderr.isatty() if wanted is None else wanted):
+        yield Progress()
+        return
+    from rich import progress
+    from rich.console import Console
+    from rich.table import Column
+
+    columns = (
+        progress.TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
+        progress.BarColumn(bar_width=20),
+        progress.TaskProgressColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
+        yield _Bar(bar, layers, batches)
