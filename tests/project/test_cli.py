@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -200,6 +201,11 @@ def test_inspect_explains_invalid_requests(run, checkpoint, tmp_path):
         ((folder,), "no tokenizer"),
         ((folder, "--tokens", str(words)), "expected integers"),
         ((folder, "--tokens", str(tmp_path / "none")), "cannot be read"),
+        ((folder, "--tokens", "30000"), "use --max-tokens 30000 (in all) or --length 30000 (in one sequence)"),
+        (
+            (folder, "--text", "30,000"),
+            "--text: expected a file, got 30,000. To read this many",
+        ),
         ((folder, "--tokens", tokens, "--text", str(words)), "expected one of them"),
         ((folder, "--tokens", tokens, "--fail-on", "boredom"), "--fail-on"),
         ((folder, "--tokens", tokens, "--threshold", "boredom=1"), "boredom=1"),
@@ -211,3 +217,23 @@ def test_inspect_explains_invalid_requests(run, checkpoint, tmp_path):
         result = run("inspect", *arguments, width=400)
         assert result.exit_code == 2, (arguments, result.output)
         assert message in result.output and "Traceback" not in result.output, result.output
+
+
+def test_inspect_names_the_option_that_helps(run, checkpoint, tmp_path):
+    """What limits the number of tokens, and the option that changes it, if there is one."""
+    folder, tokens = checkpoint
+    small = tmp_path / "small"
+    shutil.copytree(folder, small)
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 60}))
+    for arguments, message in (
+        ((folder, "--length", "100"), "reading 150 tokens in 2 sequences of at most 100 (--length sets it)\n"),
+        ((str(small), "--length", "100"), "reading 150 tokens in 3 sequences of at most 60 (the model's limit)\n"),
+        ((str(small), "--length", "50"), "reading 150 tokens in 3 sequences of at most 50 (--length sets it)\n"),
+        ((folder,), "reading 150 tokens\n"),
+        ((folder, "--max-tokens", "30"), "reading 30 tokens\n"),
+        ((folder, "--max-tokens", "200"), "reading 150 tokens\n--max-tokens 200: tokens.txt has no more\n"),
+    ):
+        result = run("inspect", *arguments, "--tokens", tokens, width=400)
+        assert result.exit_code == 0 and message in result.output, result.output
+        assert ("--max-tokens" in message) == ("has no more" in result.output)

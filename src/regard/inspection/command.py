@@ -40,7 +40,9 @@ def examine(
 ) -> dict[str, Any]:
     """Inspect a model by its name. Returns the record of the `Inspection`, with the names of the model and the text.
     `say` receives a line for each stage."""
+    _check_files(text, tokens)
     say(f"loading {name}")
+    source = tokens or text
     try:
         model, tokenizer = hf.load(name, trust_remote_code=trust_remote_code)
         ids = _read(text, tokens, tokenizer, name)
@@ -49,19 +51,37 @@ def examine(
         if bool(((ids < 0) | (ids >= words)).any()):
             raise Refused(f"token ids: expected 0 to {words - 1}, got {int(ids.min())} to {int(ids.max())}")
         batches = _cut(ids if limit is None else ids[:limit], min(length, limit_of_model))
-        pieces = "" if len(batches) == 1 else f" in {len(batches)} sequences of at most {min(length, limit_of_model):,}"
-        whose = f", the model's limit (--length {length})" if limit_of_model < min(length, len(ids)) else ""
-        say(f"reading {sum(len(batch) for batch in batches):,} tokens{pieces}{whose}")
+        say(_account(batches, length, limit_of_model))
+        if limit is not None and limit > len(ids):
+            where = "the sample text has no more: use --text FILE" if source is None else f"{source.name} has no more"
+            say(f"--max-tokens {limit}: {where}")
         inspection = inspect(model, batches, patterns=True, views=True, tokenizer=tokenizer, run=run)
     except (ImportError, ValueError, NotImplementedError, OSError) as error:
         raise Refused(str(error)) from None
-    source = tokens or text
     inspection.about |= {
         "architecture": inspection.about["model"],
         "model": name,
         "text": "the sample text" if source is None else source.name,
     }
     return inspection.record(thresholds)
+
+
+def _check_files(text: Path | None, tokens: Path | None) -> None:
+    """Raise if a number of tokens was given in place of a file: name the options that take one."""
+    for option, path in (("--text: expected a file", text), ("--tokens: expected a file of token ids", tokens)):
+        number = str(path).replace(",", "").replace("_", "")
+        if path is not None and number.isdecimal() and not path.exists():
+            hint = f"use --max-tokens {number} (in all) or --length {number} (in one sequence)"
+            raise Refused(f"{option}, got {path}. To read this many tokens, {hint}")
+
+
+def _account(batches: list[Tensor], length: int, of_model: int) -> str:
+    """What is read, and why in how many sequences."""
+    text = f"reading {sum(map(len, batches)):,} tokens"
+    if len(batches) == 1:
+        return text
+    reason = "the model's limit" if of_model < length else "--length sets it"
+    return f"{text} in {len(batches)} sequences of at most {min(length, of_model):,} ({reason})"
 
 
 def _read(text: Path | None, tokens: Path | None, tokenizer: Any, name: str) -> Tensor:
