@@ -220,6 +220,19 @@ def test_progress_goes_to_the_error_stream(capsys):
     assert "sequence 4 of 4" in captured.err and "100%" in captured.err and captured.out == ""
 
 
+def test_progress_shows_the_first_words(monkeypatch):
+    class Words:
+        def decode(self, ids, **_):
+            return "[bold]Once upon\na time" if ids[0] else "The cat sat on the mat and the dog lay on the rug"
+
+    shown = []
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(Progress, "update", lambda *_, description, **__: shown.append(description))
+    regard.inspect(build("llama"), [[1, 2, 3], [0, 2, 3]], tokenizer=Words(), progress=True)
+    assert shown[0] == "sequence 1 of 2, layer 1 of 2: “[bold]Once …”"
+    assert shown[-1] == "sequence 2 of 2: “The cat sat …”"
+
+
 def test_progress_names_the_layer_and_the_sequence(monkeypatch, tmp_path):
     shown = []
     plain = Progress.update

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import regard
+from regard.inspection import views
 from support.checkpoints import stories260k
 from support.models import build, inputs_of, padded
 from support.recorded import tokens
@@ -66,6 +67,60 @@ def test_views_show_the_plan(stories):
     assert torch.allclose(torch.tensor(paths["entropy"])[:, at_one].double(), entropy, rtol=1e-3, atol=1e-4)
     assert all(a <= b + 1e-6 for row in paths["entropy"] for a, b in itertools.pairwise(row))
     assert all(a >= b - 1e-4 for row in paths["expected_score"] for a, b in itertools.pairwise(row))
+
+
+def shown_map(text, cells):
+    """The mass between blocks, from the bytes of a map, and whether it has the keys up to the query only."""
+    found = torch.tensor(list(base64.b64decode(text))).double() / 255
+    if len(found) == cells * cells:
+        return found.view(cells, cells) ** 2, False
+    square = torch.zeros(cells, cells, dtype=torch.double)
+    square[torch.ones(cells, cells, dtype=torch.bool).tril()] = found**2
+    return square, True
+
+
+def pooled(weights, block):
+    """The mean over each block's queries of the mass on each block's keys."""
+    cells = -(-weights.shape[-1] // block)
+    parts = [[w.sum(-1).mean(-1) for w in rows.split(block, -1)] for rows in weights.double().split(block, -2)]
+    return torch.stack([torch.stack(row, -1) for row in parts], -2).view(-1, cells, cells)
+
+
+def test_the_map_is_the_plan_of_the_whole_sequence_in_blocks(stories):
+    ids = tokens(512, 2, 301)  # the last block has one token
+    record = regard.inspect(stories, ids, views=True).record()  # of the first sequence
+    eager = stories260k(attn_implementation="eager")
+    with torch.no_grad():
+        attentions = torch.cat(eager(ids[:1], output_attentions=True).attentions, 1)[0]
+    found = record["map"]
+    assert (found["block"], found["length"], len(found["weights"])) == (3, 301, 40)
+    assert found["texts"][1] == " ".join(map(str, ids[0, 3:6].tolist()))
+    for text, expected in zip(found["weights"], pooled(attentions, 3), strict=True):
+        shown, triangle = shown_map(text, 101)
+        assert triangle and (shown.sqrt() - expected.sqrt()).abs().max() < 0.003
+
+
+def test_the_map_of_a_model_that_reads_ahead():
+    model, ids = build("bert"), tokens(64, 1, 50)
+    found = regard.inspect(model, {"input_ids": ids}, views=True).record()["map"]
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        attentions = torch.cat(model(ids, output_attentions=True).attentions, 1)[0]
+    for text, expected in zip(found["weights"], pooled(attentions, 1), strict=True):
+        shown, triangle = shown_map(text, 50)
+        assert not triangle and (shown.sqrt() - expected.sqrt()).abs().max() < 0.003
+
+
+def test_the_maps_are_small(stories, monkeypatch):
+    """At most 128 blocks, fewer if the model has many heads, and none if the window shows all."""
+    assert "map" not in regard.inspect(stories, tokens(512, 1, 48), views=True).views
+    assert regard.inspect(stories, tokens(512, 1, 49), views=True).views["map"]["block"] == 1
+    assert regard.inspect(stories, tokens(512, 1, 130), views=True).views["map"]["block"] == 2
+    sizes = {heads: -(-8192 // views._block(8192, heads)) for heads in (40, 270, 1024, 5120, 10**6)}
+    assert sizes == {40: 128, 270: 128, 1024: 76, 5120: 34, 10**6: 32}
+    monkeypatch.setattr(views, "MAP_BYTES", 40 * 50 * 51 // 2)
+    found = regard.inspect(stories, tokens(512, 1, 300), views=True).views["map"]
+    assert found["block"] == 6 and sum(len(base64.b64decode(text)) for text in found["weights"]) <= views.MAP_BYTES
 
 
 def test_views_need_one_sequence_for_all_layers():

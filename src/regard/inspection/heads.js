@@ -43,6 +43,12 @@ const model = (() => {
     return text === "" ? "∅" : text;
   }
 
+  // The text of a token of a view; a part of a character is named by the whole character and its number.
+  function tokenName({ tokens, parts }, i) {
+    const [part, of] = parts?.[i] ?? [1, 1];
+    return of > 1 ? `${visible(tokens[i])} (${part} of ${of})` : visible(tokens[i]);
+  }
+
   const tokenText = (token) => html("bdi", { class: "token", title: visible(token) }, visible(token));
 
   // --- the heads and their values ------------------------------------------------------------------------------------
@@ -110,7 +116,7 @@ const model = (() => {
   };
 
   return {
-    comparing, metric, withUnit, visible, tokenText, heads, layers, columns, place, indexOf, twinIndex, statistics,
+    comparing, metric, withUnit, visible, tokenName, tokenText, heads, layers, columns, place, indexOf, twinIndex, statistics,
     findingsOf, names, inFirst, inSecond, difference, valueOf, scaleOf, state,
   };
 })();

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from .token_texts import first_words
+
 
 class Progress:
     """What `inspect` reports while it runs. This one shows nothing."""
 
-    def begin_batch(self, number: int, noun: str) -> None:
-        """The batch with this number (from 1) begins; `noun`: what it is called."""
+    def begin_batch(self, number: int, noun: str, words: str) -> None:
+        """The batch with this number (from 1) begins; `noun`: what it is called; `words`: its beginning, if known."""
 
     def begin_call(self, number: int, repeated: bool) -> None:
         """The attention call with this number (from 1) of the batch begins. `repeated`: it is in the run file, and is
@@ -27,21 +29,22 @@ class _Bar(Progress):
 
     def __init__(self, bar: Any, layers: int, batches: int | None) -> None:
         self.bar, self.layers, self.batches = bar, layers, batches
+        self.room = max(12, min(40, bar.console.width - 68))  # characters for the words, beside the other columns
         self.task = bar.add_task("inspecting", total=None if batches is None else batches * layers)
-        self.number, self.title = 0, ""
+        self.number, self.title, self.words = 0, "", ""
 
-    def begin_batch(self, number: int, noun: str) -> None:
-        self.number = number
+    def begin_batch(self, number: int, noun: str, words: str) -> None:
+        self.number, self.words = number, f": “{first_words(words, self.room)}”" if words else ""
         self.title = f"{noun} {number}" if self.batches is None else f"{noun} {number} of {self.batches}"
 
     def begin_call(self, number: int, repeated: bool) -> None:
         # A model may call an attention more than once in a pass: the bar then stays at the end of the batch.
         layer = min(number, self.layers)
-        text = f"{self.title}, layer {layer} of {self.layers}{' (again)' if repeated else ''}"
+        text = f"{self.title}, layer {layer} of {self.layers}{' (again)' if repeated else ''}{self.words}"
         self._show((self.number - 1) * self.layers + layer - 1, text)
 
     def end_batch(self) -> None:
-        self._show(self.number * self.layers, self.title)
+        self._show(self.number * self.layers, self.title + self.words)
 
     def _show(self, completed: int, text: str) -> None:
         self.bar.update(self.task, completed=completed, description=text)
@@ -59,11 +62,10 @@ def progress_bar(wanted: bool | None, layers: int, batches: int | None) -> Itera
     from rich.table import Column
 
     columns = (
-        progress.TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
-        progress.BarColumn(bar_width=20),
+        progress.TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+        progress.BarColumn(bar_width=12),
         progress.TaskProgressColumn(),
-        progress.TimeElapsedColumn(),
-        progress.TimeRemainingColumn(),
+        progress.TimeRemainingColumn(elapsed_when_finished=True),
     )
     with progress.Progress(*columns, console=Console(stderr=True)) as bar:
         yield _Bar(bar, layers, batches)

@@ -1,8 +1,8 @@
 """The reports: one HTML file each, which loads nothing else.
 
-The page of an inspection is made of page.html, page.css, plots.js, heads.js, panel.js and page.js; the page of a
-training run of training.html, page.css, plots.js and training.js. The record is embedded as JSON, and the scripts draw
-it: all statistics are computed in Python.
+The page of an inspection is made of page.html, page.css, plots.js, heads.js, sequence.js, panel.js and page.js; the
+page of a training run of training.html, page.css, plots.js and training.js. The record is embedded as JSON, and the
+scripts draw it: all statistics are computed in Python.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def to_html(record: dict[str, Any], other: dict[str, Any] | None = None) -> str:
         "severity": next((s for s in SEVERITIES if any(f.severity == s for f in found)), "note"),
         "verdict": html.escape(verdict(record, found)),
     }
-    return _page("page", ("plots.js", "heads.js", "panel.js", "page.js"), words, data)
+    return _page("page", ("plots.js", "heads.js", "sequence.js", "panel.js", "page.js"), words, data)
 
 
 def training_html(record: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from .progress import progress_bar
 from .recorder import Recorder
 from .result import Inspection
 from .run_file import Partial
+from .token_texts import opening, token_texts
 from .views import Views
 
 SAVE_EVERY = 10.0  # seconds between two writes of a run file
@@ -54,10 +55,10 @@ def inspect(
 
     `inputs`: token ids [T] or [B, T], a dict of the model's arguments, or an iterable of such; `batch_size` splits
     larger batches. `statistics` and `patterns` as in `watch`. `views` records details of the first sequence for the
-    report: a window of each plan, the top keys of some queries, and their path along the temperature; `tokenizer` gives
-    the text of the tokens. With `run=FILE` the state is saved to the file every few seconds, also within a sequence,
-    and when the run is interrupted. The same call continues from it, to the same numbers. `progress` (None: on a
-    terminal) shows which layer of which sequence is being recorded.
+    report: a window of each plan, a map of the whole plan, the top keys of some queries, and their path along the
+    temperature; `tokenizer` gives the text of the tokens. With `run=FILE` the state is saved to the file every few
+    seconds, also within a sequence, and when the run is interrupted. The same call continues from it, to the same
+    numbers. `progress` (None: on a terminal) shows which layer of which sequence is being recorded.
     """
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         raise ValueError(f"batch_size: expected a positive int or None, got {describe(batch_size)}")
@@ -82,7 +83,7 @@ def inspect(
             for batch in hf.batches(inputs, batch_size):
                 seen += 1
                 _update_digest(digest, batch)
-                shown.begin_batch(seen, _noun(batch))
+                shown.begin_batch(seen, *_names(batch, tokenizer))
                 if seen == done:
                     _check_inputs(digest, result.digest, run)
                 if seen > done:
@@ -160,15 +161,16 @@ def _record_batch(
 ) -> dict[str, Any]:
     """Record one batch. Returns the fields of the inspection that change besides its layers. `begun`: what an earlier
     process has recorded of the batch."""
-    recorder.views = Views() if views else None
+    recorder.views = Views(len(recorder.interception.layers)) if views else None
     if begun is not None:
         recorder.views = None if begun.views is None else Views.resumed(begun.views)
     recorder.forward(batch, begun)
     result = recorder.inspection
-    fields: dict[str, Any] = {"about": result.about | _counts(result.about, batch)}
+    about = {"begins_with": _opening(batch, tokenizer)} | result.about  # the first batch's stays
+    fields: dict[str, Any] = {"about": about | _counts(about, batch)}
     if recorder.views is not None:
-        names = [layer.name for layer in result.layers]
-        fields["views"] = recorder.views.finish(names, _token_texts(batch, tokenizer))
+        names, ids = [layer.name for layer in result.layers], _first_sequence(batch)
+        fields["views"] = recorder.views.finish(names, None if ids is None else token_texts(ids, tokenizer))
     return fields
 
 
@@ -199,19 +201,23 @@ def _counts(about: dict[str, Any], batch: dict[str, Any]) -> dict[str, int]:
     }
 
 
-def _token_texts(batch: dict[str, Any], tokenizer: Any) -> list[str] | None:
-    """The text of each token of the first sequence; without a tokenizer, the token ids."""
+def _first_sequence(batch: dict[str, Any]) -> list[int] | None:
+    """The token ids of the first sequence, if the batch has token ids."""
     ids = batch.get("input_ids")
-    if not isinstance(ids, Tensor):
-        return None
-    row = ids[0].tolist()
-    return [str(i) for i in row] if tokenizer is None else [tokenizer.decode([i]) for i in row]
+    return ids[0].tolist() if isinstance(ids, Tensor) and ids.dim() == 2 and len(ids) else None
 
 
-def _noun(batch: dict[str, Any]) -> str:
-    """What a batch is called on the terminal."""
+def _opening(batch: dict[str, Any], tokenizer: Any) -> str:
+    ids = _first_sequence(batch)
+    return "" if ids is None else opening(ids, tokenizer)
+
+
+def _names(batch: dict[str, Any], tokenizer: Any) -> tuple[str, str]:
+    """What a batch is called on the terminal, and the beginning of its text if it is one sequence of text."""
     ids = batch.get("input_ids")
-    return "sequence" if isinstance(ids, Tensor) and ids.shape[0] == 1 else "batch"
+    if not isinstance(ids, Tensor) or ids.shape[0] != 1:
+        return "batch", ""
+    return "sequence", "" if tokenizer is None else _opening(batch, tokenizer)
 
 
 def _number_of_batches(inputs: Any, batch_size: int | None) -> int | None:
