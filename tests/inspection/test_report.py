@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from regard.inspection.findings import find, verdict
-from regard.inspection.report import incomparable, to_html
+from regard.inspection.report import incomparable, labels, to_html
 from support.browser import ATTACK, colour_of, contrast, fills, luminance, part
 from support.inspections import TEXT, inspection, tiled
 
@@ -118,6 +118,30 @@ def test_a_wheel_contains_the_pages(tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     parts = {"page.html", "page.css", "training.html"} | {file.name for file in scripts()}
     assert {f"regard/inspection/{part}" for part in parts} <= set(names)
+
+
+def named(**about) -> dict:
+    return {"provenance": {"model": "m"} | about}
+
+
+def test_two_records_are_labelled_by_what_differs():
+    long = "You are a helpful assistant who answers briefly and in one language. "
+    for first, second, expected in (
+        (named(model="a", begins_with="x"), named(model="b", begins_with="y"), ("a", "b")),
+        (named(begins_with="Once upon a time"), named(begins_with="The cat"), ("“Once upon a time”", "“The cat”")),
+        (named(begins_with="a " * 60), named(begins_with="b"), ("“" + "a " * 20 + "…”", "“b”")),
+        (
+            named(begins_with=long + "What is rain? Say it in words that I know."),
+            named(begins_with=long + "What is snow?"),
+            ("“… rain? Say it in words that I know.”", "“… snow?”"),
+        ),
+        (named(begins_with=long[:-1]), named(begins_with=long + "So?"), ("“… language.”", "“… language. So?”")),
+        (named(begins_with="x", text="a.txt"), named(begins_with="x", text="b.txt"), ("a.txt", "b.txt")),
+        (named(begins_with="x"), named(begins_with="x"), ("m (first)", "m (second)")),
+        ({}, {}, ("model (first)", "model (second)")),
+        (named(begins_with="x"), named(), ("m (first)", "m (second)")),
+    ):
+        assert labels(first, second) == expected
 
 
 def test_records_of_other_shapes_are_not_compared():
@@ -327,7 +351,16 @@ def test_texts_of_different_lengths_are_compared_as_far_as_both_go(show):
     for first, second in ((long, short), (short, long)):
         page = show(first, second)
         assert page.locator("#position path").count() == 3  # both heads and equal weights
-        assert ("(second) –" in page.inner_text("#position .readout")) == (first is long)
+        assert (f"{labels(first, second)[1]} –" in page.inner_text("#position .readout")) == (first is long)
+
+
+def test_two_prompts_are_labelled_by_their_texts(show):
+    first, second = inspection(), inspection(text="Once upon a time there was a cat . " + TEXT)
+    page = show(first, second)
+    words = ["“The cat sat on the mat and the dog lay …”", "“Once upon a time there was a cat . The …”"]
+    assert page.inner_text("#compared").startswith(f"Compared with {words[1]}.")
+    assert page.eval_on_selector_all("#view option", "all => all.map(o => o.text)") == [*words, "difference"]
+    assert words[0] in page.inner_text("#panel-title") and words[1] in page.inner_text("#comparison-table")
 
 
 def test_the_most_informative_statistics_come_first(show):

@@ -176,6 +176,11 @@ def test_inspect_a_folder(run, checkpoint, tmp_path):
     both = run(*arguments, "--compare", str(numbers), "--out", str(page))
     assert both.exit_code == 0 and page.read_text().count('"regard-inspection"') == 2
     assert "against" in both.output and "largest difference +0" in both.output
+    # the same model on another text is named by the text
+    other = tmp_path / "other.txt"
+    other.write_text("7 8 9 " * 30)
+    both = run("inspect", folder, "--tokens", str(other), "--compare", str(numbers))
+    assert f"against “{record['provenance']['begins_with'][:10]}" in both.output, both.output
     # a run that is continued gives the same numbers
     state = str(tmp_path / "run.safetensors")
     for _ in range(2):

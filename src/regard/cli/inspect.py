@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..inspection.command import Refused, examine, judge, limits, read_record
 from ..inspection.findings import Finding, find, verdict
-from ..inspection.report import incomparable, to_html
+from ..inspection.report import incomparable, labels, to_html
 from .terminal import check_output, fail, plain_table, write_output
 
 COLOURS = {"alarm": "bold red", "warning": "yellow", "note": ""}
@@ -119,7 +119,7 @@ def _rule_row(findings: list[Finding]) -> tuple[str, str, str]:
 def show_comparison(record: dict[str, Any], other: dict[str, Any], console: Console) -> None:
     """The verdict on the second model, and the heads that differ most."""
     findings = [Finding(**found) for found in other.get("findings", [])] or find(other)
-    console.print(Text.assemble("against ", (str(other.get("provenance", {}).get("model")), "bold")))
+    console.print(Text.assemble("against ", (labels(record, other)[1], "bold")))
     console.print(Text(verdict(other, findings)))
     obstacle = incomparable(record, other)
     if obstacle is not None:

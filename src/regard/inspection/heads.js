@@ -68,12 +68,7 @@ const model = (() => {
     .sort((a, b) => rank(a) - rank(b));
   const findingsOf = heads.map(() => []);
   for (const f of record.findings) findingsOf[indexOf.get(place(f))]?.push(f);
-  const names = comparing ? distinctNames() : [];
-
-  function distinctNames() {
-    const [a, b] = [record, other].map((r) => String(r.provenance?.model ?? "model"));
-    return a === b ? [`${a} (first)`, `${b} (second)`] : [a, b];
-  }
+  const names = comparing ? data.names : [];
 
   const inFirst = (i, name, kind) => heads[i][kind]?.[name] ?? null;
   const inSecond = (i, name, kind) => twin[i]?.[kind]?.[name] ?? null;
