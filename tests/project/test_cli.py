@@ -186,6 +186,9 @@ def test_inspect_a_folder(run, checkpoint, tmp_path):
     for _ in range(2):
         assert run(*arguments, "--run", state, "--json", str(tmp_path / "again.json")).exit_code == 0
     assert json.loads((tmp_path / "again.json").read_text())["heads"] == record["heads"]
+    # its run file has no name of a text
+    shown = run("report", state, "--out", str(page))
+    assert shown.exit_code == 0 and "150 tokens of text" in shown.output, shown.output
 
 
 def test_inspect_explains_invalid_requests(run, checkpoint, tmp_path):

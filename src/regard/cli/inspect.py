@@ -86,7 +86,7 @@ def show_inspection(record: dict[str, Any], console: Console) -> None:
         Text.assemble(
             (about["model"], "bold"),
             f"  {about['layers']} layers, {len(record['heads'])} heads, {about['parameters'] / 1e6:.0f} M parameters, "
-            f"{about.get('tokens', 0):,} tokens of {about['text']} in {about['seconds']:.1f} s",
+            f"{about.get('tokens', 0):,} tokens of {about.get('text', 'text')} in {about['seconds']:.1f} s",
         )
     )
     console.print(Text(verdict(record, findings), style="bold"))
