@@ -9,6 +9,7 @@
 #include "features/sweep.h"
 #include "kl/backward.h"
 #include "kl/forward.h"
+#include "kl/selected_forward.h"
 #include "links/backward.h"
 #include "links/link_forward.h"
 #include "plan_readout.h"
@@ -31,6 +32,7 @@ template <class R> bool few_rows(const Problem &p) { return p.Tq * (p.H / p.Hkv)
 
 template <class R> int64_t forward_scratch_as(const Problem &p) {
   if (p.family != regard::KL) return few_rows<R>(p) ? LinkPartition<R, 1>(p).bytes(p) : LinkPartition<R, 3>(p).bytes(p);
+  if (lists_selection(p)) return SelectedPartition<R>(p).bytes(p);
   const int vectors = width<R>(p);
   return vectors == 1   ? ForwardPartition<R, 1>(p).bytes(p)
          : vectors == 2 ? ForwardPartition<R, 2>(p).bytes(p)
@@ -39,6 +41,7 @@ template <class R> int64_t forward_scratch_as(const Problem &p) {
 template <class R> void forward_of(const Problem &p) {
   const int vectors = width<R>(p);
   if (p.family != regard::KL) return few_rows<R>(p) ? run_forward_link<R, 1>(p) : run_forward_link<R, 3>(p);
+  if (lists_selection(p)) return run_forward_selected<R>(p);
   if (vectors == 2) return run_forward_kl<R, 2, R>(p);
   if (vectors == 3) return run_forward_kl<R, 3, R>(p);
   if constexpr (Simd<R>::N >= 4) {

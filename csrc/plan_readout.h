@@ -12,20 +12,13 @@
 #include "engine/partition.h"
 #include "engine/threads.h"
 #include "engine/tiles.h"
+#include "kl/exponential.h"
 #include "links/links.h"
 
 namespace {
 
 constexpr int64_t READOUT_KEYS = 96;  // keys per block
 constexpr int64_t READOUT_ROWS = 96;  // at least so many rows per task, where blocks are summed
-
-// KL as a link: the prior is a part of x.
-template <class R> struct Exponential {
-  using V = Vec<R>;
-  template <int NV> Exponential(const Rows<R, NV> &) {}
-  INLINE void at(int, V d, V &p, V &w) const { p = w = exp2_bounded(d); }
-  INLINE void times_prior(int n, V d, V, V &p, V &w) const { at(n, d, p, w); }
-};
 
 // A weight and its key as one integer. Larger codes come first: weights are not negative, so their bits are in order
 // (NaN above all, as in torch.topk), and of equal weights the smaller key comes first.

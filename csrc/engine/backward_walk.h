@@ -13,7 +13,9 @@
 #pragma once
 #include "engine/arena.h"
 #include "engine/gate.h"
+#include "engine/prior_gradients.h"
 #include "engine/rows.h"
+#include "engine/selected_lists.h"
 #include "engine/sparse_rows.h"
 #include "engine/threads.h"
 #include "engine/tiles.h"
@@ -29,6 +31,7 @@ template <class R> struct BackwardRows {
   static constexpr int NV = 3, L = Simd<R>::N * NV;
   using V = Vec<R>;
   Rows<R, NV> rows;
+  int64_t chunk;             // of keys, which the sums are of
   V peak[NV], rest[NV];      // the dual in base 2, in two parts. Rows without keys have rest = +inf (KL) or -inf: p = 0
   V a[NV], b[NV];            // see kl/backward.h and links/backward.h
   V edge[NV], per_mass[NV];  // not KL: pairs with x at or below `edge` have no weight; 1/mass
@@ -101,6 +104,20 @@ template <class R> void open_sparse_rows(const Problem &p, BackwardRows<R> &r, i
   }
 }
 
+// Point r at the lists of the keys that its rows selected, from key `lo` on. `to` has room for all of them.
+template <class R> void open_selected_rows(const Problem &p, BackwardRows<R> &r, int64_t lo, int32_t *to) {
+  constexpr int L = BackwardRows<R>::L;
+  const int64_t longest = longest_selection(p);
+  r.keys = {to, true}, r.x = nullptr;
+  for (int i = 0; i < L; ++i) {
+    int32_t *list = to + i * longest;
+    const int64_t n = i < r.rows.n ? selected_keys(p, r.rows, i, list, (int64_t)1) : 0;
+    int64_t from = 0;
+    while (from < n && list[from] < lo) ++from;
+    r.next[i] = i * longest + from, r.end[i] = i * longest + n;
+  }
+}
+
 // Transposes and copies of Q and dO, then `prepare`.
 template <class R>
 void prepare_rows(const Problem &p, const Terms &terms, const BackwardKernels<R> &kernels, BackwardRows<R> &r) {
@@ -131,16 +148,34 @@ void prepare_rows(const Problem &p, const Terms &terms, const BackwardKernels<R>
   kernels.prepare(p, r);
 }
 
+// Clear what keys of density 0 add to the gradients of queries, keys and values: they have no weight. Their part in the
+// gradient of the density is known by then.
+template <class R>
+void clear_silent_keys(const Problem &p, const BackwardRows<R> &r, int64_t first, int64_t keys, BackwardPanels<R> &s) {
+  constexpr int N = Simd<R>::N, L = BackwardRows<R>::L;
+  fill_density(p, r.rows, first, keys, s.spare);
+  R *panels[] = {s.x, s.u, s.kept};
+  for (int64_t at = 0; at < keys * L; at += N) {
+    const Mask<R> silent = load(s.spare + at) == (R)0;
+    for (R *panel : panels) {
+      const Vec<R> x = load(panel + at);
+      store(panel + at, silent & (x == x) ? Vec<R>{} : x);
+    }
+  }
+}
+
 template <class R> struct BackwardPartition {
   static constexpr int L = BackwardRows<R>::L;
   int64_t batch, keys;  // blocks of rows per batch, keys per chunk
-  explicit BackwardPartition(const Problem &p) {
+  bool selected;        // whether rows have lists of the keys that they selected
+  explicit BackwardPartition(const Problem &p) : selected(lists_selection(p)) {
     batch = min_of(BATCH_ROWS / L, (p.Tq + L - 1) / L);
     keys = (p.Tk + p.chunks - 1) / p.chunks;
     keys = (keys + BACKWARD_KEYS - 1) / BACKWARD_KEYS * BACKWARD_KEYS;
   }
   int64_t block_bytes(const Problem &p) const {
-    return L * (4 * padded<R>(p.D) + 2 * padded<R>(p.Dv)) * (int64_t)sizeof(R) + (int64_t)sizeof(BackwardRows<R>) + 512;
+    return L * (4 * padded<R>(p.D) + 2 * padded<R>(p.Dv)) * (int64_t)sizeof(R) + (int64_t)sizeof(BackwardRows<R>) +
+           512 + (selected ? L * longest_selection(p) * 4 : 0);
   }
   int64_t thread_bytes(const Problem &p) const {
     return (batch * block_bytes(p) + BackwardPanels<R>::bytes(p) + 63) / 64 * 64;
@@ -153,8 +188,8 @@ template <class R>
 void backward_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv, int64_t chunk, Arena arena,
                     const BackwardKernels<R> &kernels) {
   constexpr int L = BackwardRows<R>::L, N = Simd<R>::N;
-  const bool linked = p.family != regard::KL;
   const BackwardPartition<R> partition(p);
+  const bool linked = p.family != regard::KL, by_pairs = linked || partition.selected;
   const int64_t group = p.H / p.Hkv, Dp = padded<R>(p.D), Dvp = padded<R>(p.Dv);
   const int64_t lo = chunk * partition.keys, hi = min_of(p.Tk, lo + partition.keys);
   const int64_t first_row = (b * p.Hkv + kv) * p.Tk + lo, own = max_of((int64_t)0, hi - lo);
@@ -174,11 +209,12 @@ void backward_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv,
         BackwardRows<R> &r = *(blocks[g] = arena.take<BackwardRows<R>>(1));
         r.qt = arena.take<R>(L * Dp), r.d_out_t = arena.take<R>(L * p.Dv), r.dqt = arena.take<R>(L * p.D);
         r.q = arena.take<R>(L * Dp), r.d_out = arena.take<R>(L * Dvp);
-        r.dq = linked ? arena.take<R>(L * Dp) : nullptr;
+        r.dq = by_pairs ? arena.take<R>(L * Dp) : nullptr;
         const int64_t first = batch + g * L;
         r.rows.place(p, b, kv, h, false, first, min_of((int64_t)L, p.Tq - first));
-        r.keys = {};
+        r.keys = {}, r.chunk = chunk;
         if (p.saved_lists && !stopped_early()) open_sparse_rows(p, r, lo);
+        if (partition.selected && !r.keys) open_selected_rows(p, r, lo, arena.take<int32_t>(L * longest_selection(p)));
         prepare_rows(p, terms, kernels, r);
         if (r.keys && as_they_lie) {
           for (int i = 0; i < L; ++i) pairs += r.end[i] - r.next[i];
@@ -240,7 +276,7 @@ void backward_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv,
           put(p.row_pd, at, r.sum_pd[i / N][i % N]);
         }
         if (p.dq && !r.keys) to_rows(r.dqt, L, factor, r.rows.n, p.D, dq);
-        if (p.dq && linked)
+        if (p.dq && by_pairs)
           for (int i = 0; i < r.rows.n; ++i)
             for (int64_t d = 0; d < p.D; ++d) dq[i][d] = (r.keys ? 0 : dq[i][d]) + r.dq[i * Dp + d] * factor[i];
       }

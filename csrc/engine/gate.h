@@ -7,6 +7,7 @@
 // the keys that some row reads, and products with values go over runs of these only (`for_each_live_run`), because 0 *
 // NaN is NaN.
 #pragma once
+#include "engine/prior_terms.h"
 #include "engine/rows.h"
 
 namespace {
@@ -33,7 +34,15 @@ Gate fill_gate(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, in
     if (high < 0 || high < rows.least_document || low > rows.most_document) return CLOSED;
     documents = !(low == high && rows.least_document == low && rows.most_document == low);
   }
-  if (!(edge || documents || terms.bias || terms.mask || terms.prior)) return OPEN;
+  bool tiles = false;
+  if (p.tile_map) {
+    const TileState state = tiles_of(p, rows, first, keys);
+    if (!state.some) return CLOSED;
+    tiles = !state.every;
+  }
+  if (p.selected && !some_selected(p, rows, first, keys)) return CLOSED;
+  const bool masked = documents || tiles || p.selected || terms.bias || terms.mask || terms.n_priors;
+  if (!(edge || masked || terms.prior)) return OPEN;
 
   using I = typename Simd<R>::I;
   const I right = (I)min_of(p.right, (int64_t)1 << 30), left = (I)min_of(p.left, (int64_t)1 << 30);
@@ -45,6 +54,9 @@ Gate fill_gate(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, in
       if (edge) x = ((distance > right) | (distance < -left)) ? broadcast(-INF<R>) : x;
       store(gate + j * L + n * N, x);
     }
+  if (p.relative) add_relative(p, rows, first, keys, gate);
+  if (p.query_factor) add_low_rank(p, rows, first, keys, gate, spare);
+  if (p.decay_query) add_decay(p, rows, first, keys, gate);
   for (int t = 0; t < terms.n_priors; ++t) {
     rows.fill(*terms.priors[t], first, keys, spare);
     for (int64_t at = 0; at < keys * L; at += N) {
@@ -75,8 +87,11 @@ Gate fill_gate(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, in
         if (id != rows.document[i] || id < 0) gate[j * L + i] = -INF<R>;
     }
   }
-  if (!(documents || terms.bias || terms.mask || terms.n_priors)) {
+  if (tiles) mask_by_tiles(p, rows, first, keys, gate);
+  if (p.selected) mask_unselected(p, rows, first, keys, gate);
+  if (!masked) {
     memset(live, 1, keys);
+    if (terms.density) add_density(p, rows, first, keys, gate, spare);
     return PARTLY;
   }
   bool open = false;
@@ -85,6 +100,7 @@ Gate fill_gate(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, in
     for (int n = 0; n < NV; ++n) some |= load(gate + j * L + n * N) != -INF<R>;  // a NaN prior counts as read
     open |= live[j] = any(some);
   }
+  if (terms.density) add_density(p, rows, first, keys, gate, spare);  // a key of density 0 is read all the same
   return open ? PARTLY : CLOSED;
 }
 
@@ -103,10 +119,10 @@ void largest_priors(const Problem &p, const Terms &terms, const Rows<R, NV> &row
 }
 
 // From raw products to x, in place. If given, `score` receives the scores s and `slope` the derivative of the softcap.
-// gate: null where it is open.
+// gate: null where it is open. A density of 0 becomes -inf in it.
 template <class R, int NV>
-void apply_bias_and_mask(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, int64_t keys, R *x,
-                         const R *gate, const R *bias, R *score, R *slope) {
+void apply_bias_and_mask(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, int64_t keys, R *x, R *gate,
+                         const R *bias, R *score, R *slope) {
   using V = Vec<R>;
   constexpr int N = Simd<R>::N, L = N * NV;
   const R cap = (R)p.softcap;
@@ -126,7 +142,12 @@ void apply_bias_and_mask(const Problem &p, const Terms &terms, const Rows<R, NV>
         s *= rows.c[n];
       }
       if (gate) {
-        const V g = load(gate + at);
+        V g = load(gate + at);
+        if (terms.density) {
+          const typename Simd<R>::M silent = g == LOWEST<R>;
+          g = silent ? (s == s ? broadcast(-INF<R>) : s) : g;
+          store(gate + at, silent ? broadcast(-INF<R>) : g);
+        }
         if (apart) s = g == g ? s : g;  // a prior that is NaN makes x NaN
         s = g == -INF<R> ? g : vmax(broadcast(LOWEST<R>), apart ? s : s + g);
       }

@@ -37,6 +37,13 @@ constexpr int PRIORS = 4;  // log-priors that one problem may multiply
   TENSOR(prior0) TENSOR(prior1) TENSOR(prior2) TENSOR(prior3)                                                          \
   TENSOR(slopes) TENSOR(query_ids) TENSOR(key_ids) TENSOR(level) TENSOR(temperature) TENSOR(alpha) TENSOR(dropout_key) \
   TENSOR(squares)                               /* [B, Hkv, 1, Tk]: |v - centre|^2, for the spread */                  \
+  /* Structured terms of the prior (engine/prior_terms.h) */                                                           \
+  TENSOR(relative) INT(reach)                   /* [1, H|1, 1, 2 reach + 1], by distance */                            \
+  TENSOR(query_factor) TENSOR(key_factor) INT(rank)  /* [B|1, H|1, T, rank] */                                         \
+  TENSOR(decay_query) TENSOR(decay_key)         /* float64 */                                                          \
+  TENSOR(density) REAL(density_least)           /* a density counts as at least so much; 0 in a forward pass */        \
+  TENSOR(selected) INT(selections) INT(selected_block)  /* int64 [B|1, H|1, Tq, selections], in increasing order */    \
+  TENSOR(tile_map) INT(tiles)                   /* int64: numbers of tiles, and their bits [n, 64] */                  \
   /* Forward: results */                                                                                               \
   INT(out) INT(lse) INT(dual) INT(free_energy) INT(entropy) INT(kl) INT(max_scores) INT(max_weight)                    \
   INT(score_variance) INT(collision) INT(support) INT(first_key_mass) INT(mass_sent) INT(cost) INT(spread)             \
@@ -59,6 +66,9 @@ constexpr int PRIORS = 4;  // log-priors that one problem may multiply
   INT(key_g) INT(key_ds)                        /* [B, H, Tk]: sums over queries of dL/dlog(pi) and dL/ds, zeroed */   \
   TENSOR(dense_g) TENSOR(dense_ds)              /* the same per pair, in the shape of the user's [B|1, H|1, Tq, Tk], */\
                                                 /* zeroed; broadcast dimensions are summed */                          \
+  INT(relative_g)                               /* float64 [chunks, B, H, 2 reach + 1], zeroed: G by distance */       \
+  INT(d_query_factor)                           /* [chunks, B, H, Tq, rank], zeroed */                                 \
+  INT(d_key_factor)                             /* [B, H, Tk, rank], zeroed */                                         \
   INT(key_mass)                                 /* [B, H, Tk]: sums over queries of p */                               \
   /* Readout of the plan, from saved_peak and saved_rest; one of three: */                                             \
   INT(picks) INT(picked_weights) INT(picked_keys)  /* [B, H, Tq, picks]: the largest weights of a row, their keys */   \

@@ -17,13 +17,19 @@ namespace {
 
 // Which terms a problem has. This is decided once per call.
 struct Terms {
-  bool bias, mask, documents, prior, capped;
+  bool bias, mask, documents, prior, capped, density;
   bool folded;  // x is the raw product, because scale and temperature are multiplied into the query
   const Tensor *priors[regard::PRIORS];
   int n_priors;
 
   explicit Terms(const Problem &p)
-      : bias(p.score_bias), mask(p.mask), documents(p.query_ids), prior(p.slopes), capped(p.softcap != 0), n_priors(0) {
+      : bias(p.score_bias),
+        mask(p.mask),
+        documents(p.query_ids),
+        capped(p.softcap != 0),
+        density(p.density),
+        n_priors(0) {
+    prior = p.slopes || p.relative || p.query_factor || p.decay_query || p.density;
     const Tensor *given[] = {&p.prior0, &p.prior1, &p.prior2, &p.prior3};
     for (const Tensor *t : given)
       if (*t) priors[n_priors++] = t, prior = true;
@@ -45,6 +51,7 @@ template <class R, int NV> struct Rows {
   M hash[NV];                            // of (dropout key, query), for dropout; only the low 32 bits are used
   R temperature[L], level[L], power[L];  // level: the parameter of the marginal; power: Tsallis' alpha - 1
   int n;                                 // rows that exist; the lanes beyond repeat the last row
+  bool consecutive;                      // whether the rows are consecutive queries of one head
   int64_t b, kv, head[L], query[L], document[L], least_document, most_document;
   int64_t lo, hi;          // the range of keys that some row may read by its band
   int64_t all_lo, all_hi;  // the range of keys that every row may read by its band
@@ -57,6 +64,7 @@ template <class R, int NV> struct Rows {
   // after the other, and h is the first of these heads.
   void place(const Problem &p, int64_t b_, int64_t kv_, int64_t h, bool packed, int64_t first, int64_t count) {
     b = b_, kv = kv_, n = (int)count;
+    consecutive = !packed || first / p.Tq == (first + count - 1) / p.Tq;
     int64_t low = INT64_MAX, high = INT64_MIN;
     for (int i = 0; i < L; ++i) {
       const int64_t row = first + min_of((int64_t)i, count - 1);

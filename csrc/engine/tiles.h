@@ -32,7 +32,7 @@ INLINE void score_tile(const R *at, const R *b, int64_t stride, int64_t D, R *pa
     for (int k = 0; k < KEYS; ++k) {
       const Vec<R> x = broadcast(b[k * stride + d]);
 #pragma GCC unroll 8
-      for (int n = 0; n < NV; ++n) sum[k][n] += a[n] * x;
+      for (int n = 0; n < NV; ++n) sum[k][n] = multiply_add(a[n], x, sum[k][n]);
     }
   };
   by_four(D, step);

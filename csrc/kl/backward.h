@@ -9,6 +9,8 @@
 //   dL/ds_j = (p_j/tau) [u_j - baseline + (g_lse - g_H (log p_j - log mu + H))/mu]
 #pragma once
 #include "engine/backward_walk.h"
+#include "engine/pairs.h"
+#include "kl/exponential.h"
 
 namespace {
 
@@ -17,6 +19,7 @@ template <class R> void prepare_kl(const Problem &p, BackwardRows<R> &r) {
   constexpr int N = Simd<R>::N;
   const Rows<R, 3> &rows = r.rows;
   const int64_t Dp = padded<R>(p.D), Dvp = padded<R>(p.Dv);
+  if (r.keys) memset(r.dq, 0, BackwardRows<R>::L * Dp * sizeof(R));
   for (int i = 0; i < rows.n; ++i) {
     const int n = i / N, lane = i % N;
     const R tau = rows.temperature[i], level = rows.level[i];
@@ -45,6 +48,8 @@ template <class R> void prepare_kl(const Problem &p, BackwardRows<R> &r) {
       r.b[n][lane] = g * inverse_mu * (R)LN2;
     }
     if (log_mu > -INF<R>) r.a[n][lane] = base - add * inverse_mu;
+    if (r.keys)  // as pairs.h has it: d = x - peak + rest, and b is on natural logarithms
+      r.rest[n][lane] = -r.rest[n][lane], r.b[n][lane] *= (R)LOG2E, r.per_mass[n][lane] = 1;
   }
 }
 
@@ -55,6 +60,13 @@ void backward_block_kl(const Problem &p, const Terms &terms, BackwardRows<R> &r,
   constexpr int NV = 3, N = Simd<R>::N, L = N * NV;
   using V = Vec<R>;
   const Rows<R, NV> &rows = r.rows;
+  if (r.keys) {
+    const Exponential<R> link(rows);
+    const Pairs<R, Exponential<R>> pairs =
+        pairs_of<R>(p, link, r, first, keys, k, k_stride, v, v_stride, dk, dv, s, sums_requested(p));
+    for (int i = 0; i < rows.n; ++i) pairs.add_listed_pairs(i, first + keys);
+    return;
+  }
   const Gate gate = fill_gate(p, terms, rows, first, keys, s.gate, s.bias, s.spare, s.live);
   if (gate == CLOSED) return;
   const uint8_t *live = gate == PARTLY ? s.live : nullptr;
@@ -106,7 +118,7 @@ void backward_block_kl(const Problem &p, const Terms &terms, BackwardRows<R> &r,
   }
   if (p.dropout_key) weights = s.kept;
 
-  if (p.row_g || p.row_gp || p.row_gs || p.row_gd || p.key_g || p.key_ds || p.dense_g || p.dense_ds || p.key_mass) {
+  if (sums_requested(p)) {
     using I = typename Simd<R>::I;
     for (int64_t j = 0; j < keys; ++j) {
       R key_g = 0, key_ds = 0, key_mass = 0;
@@ -139,6 +151,9 @@ void backward_block_kl(const Problem &p, const Terms &terms, BackwardRows<R> &r,
       if (p.key_mass) ((R *)p.key_mass)[at] += key_mass;
     }
   }
+
+  if (PriorGradients(p).some) add_prior_gradients(p, rows, r.chunk, first, keys, s.u);
+  if (terms.density) clear_silent_keys(p, r, first, keys, s);
 
   if (p.dv && p.grad_out) scatter<R, L>(weights, r.d_out, padded<R>(p.Dv), keys, dv);
   if (!(p.dq || p.dk)) return;

@@ -43,6 +43,14 @@ template <class R, int NV> struct Panels {
         score(arena.take<R>(SIZE)),
         spare(arena.take<R>(SIZE)),
         live(arena.take<uint8_t>(KEY_BLOCK<NV>)) {}
+  // Panels for lists of `n` keys, which have no prior.
+  Panels(Arena &arena, int64_t n)
+      : x(arena.take<R>(n * Simd<R>::N * NV)),
+        gate(arena.take<R>(n * Simd<R>::N * NV)),
+        bias(nullptr),
+        score(nullptr),
+        spare(nullptr),
+        live(nullptr) {}
 };
 
 // x -> p in place, for one vector of rows. The sums of a block are computed on their own and then added, which makes
@@ -76,37 +84,27 @@ __attribute__((noinline)) void exponentiate(RunningSums<R, NV> &sums, int n, Vec
   if (MOMENTS) sums.e1[n] += e1, sums.e2[n] += e2;
 }
 
-// One block of keys for one block of rows; k and v point at key `first`. T is their type: R unless NV = 1.
-template <class R, int NV, class T>
-void attend(const Problem &p, const Terms &terms, const RequestedStatistics &want, const Rows<R, NV> &rows,
-            RunningSums<R, NV> &sums, const R *qt, R *ot, int64_t first, int64_t keys, const T *k, int64_t k_stride,
-            const T *v, int64_t v_stride, Panels<R, NV> &panels) {
+// Add `keys` rows of the panel x to the sums, and turn x into weights. Row j is key first + j or, if `index` is given, a
+// key of its own in each lane. tops: the largest x, if it is known already (`plain`).
+template <class R, int NV>
+void absorb(const Problem &p, const RequestedStatistics &want, const Rows<R, NV> &rows, RunningSums<R, NV> &sums, R *ot,
+            int64_t first, const int32_t *index, int64_t keys, Gate gate, bool plain, Vec<R> *tops,
+            Panels<R, NV> &panels) {
   using V = Vec<R>;
   using M = Mask<R>;
   constexpr int N = Simd<R>::N, L = N * NV;
   R *x = panels.x;
-  const Gate gate = fill_gate(p, terms, rows, first, keys, panels.gate, panels.bias, panels.spare, panels.live);
-  if (gate == CLOSED) return;
-  V tops[NV];
-  for (int n = 0; n < NV; ++n) tops[n] = broadcast(-INF<R>);
-  const bool plain = NV > 1 && gate == OPEN && terms.folded;  // the product finds the largest x on its way
-  const int64_t some = (rows.n + 3) / 4 * 4;                  // rows, rounded up as decode.h needs it
-  if constexpr (NV == 1)
-    decode_scores(qt, some, p.D, k, k_stride, keys, x, L, v, v_stride, p.Dv);
-  else if (plain)
-    scores<R, NV, true>(qt, k, k_stride, p.D, keys, x, tops);
-  else
-    scores<R, NV, false>(qt, k, k_stride, p.D, keys, x);
-  if (gate == PARTLY || !terms.folded)
-    apply_bias_and_mask(p, terms, rows, keys, x, gate == PARTLY ? panels.gate : nullptr, panels.bias,
-                        want.apart ? panels.score : nullptr, (R *)nullptr);
-
   for (int n = 0; n < NV; ++n) {
     if (!plain)
       for (int64_t j = 0; j < keys; ++j) tops[n] = vmax(tops[n], load(x + j * L + n * N));
     const V high = vmax(sums.high[n], tops[n]);
     sums.high[n] = high;
-    if (want.first && first == 0) sums.first[n] = load(x + n * N);
+    if (want.first && index) {  // lists are in increasing order of the keys
+      for (int i = 0; i < N; ++i)
+        if (index[n * N + i] == 0) sums.first[n][i] = x[n * N + i];
+    } else if (want.first && first == 0) {
+      sums.first[n] = load(x + n * N);
+    }
     // The anchor moves with the heaviest key. Where no anchor is needed, the reference may stay up to SLACK below.
     const M higher = high > sums.m[n] + (R)(want.apart ? 0 : SLACK);
     const V to = higher ? high : sums.m[n];
@@ -143,7 +141,14 @@ void attend(const Problem &p, const Terms &terms, const RequestedStatistics &wan
       for (int64_t j = 0; j < keys; ++j) sums.collision[n] += load(x + j * L + n * N) * load(x + j * L + n * N);
     if (want.spread) {
       const R *squares = (const R *)p.squares.data + p.squares.s0 * rows.b + p.squares.s1 * rows.kv;
-      for (int64_t j = 0; j < keys; ++j) sums.spread[n] += load(x + j * L + n * N) * squares[first + j];
+      for (int64_t j = 0; j < keys; ++j) {
+        V square;
+        if (index)
+          for (int i = 0; i < N; ++i) square[i] = squares[index[j * L + n * N + i]];
+        else
+          square = broadcast(squares[first + j]);
+        sums.spread[n] += load(x + j * L + n * N) * square;
+      }
     }
     if (want.count) {
       if (gate == OPEN)
@@ -159,11 +164,37 @@ void attend(const Problem &p, const Terms &terms, const RequestedStatistics &wan
       for (int64_t j = 0; j < keys; ++j) sums.prior_sum[n] += vexp2(load(panels.gate + j * L + n * N) - safe);
     }
     if (want.drop)
-      for (int64_t j = 0; j < keys; ++j) {
-        R *at = x + j * L + n * N;
-        store(at, load(at) * rows.dropout_factor(p, first + j, n));
-      }
+      for (int64_t j = 0; j < keys; ++j)
+        for (int i = 0; i < N; ++i) {
+          const int64_t at = j * L + n * N + i;
+          x[at] *= rows.dropout_factor_at(p, index ? (int64_t)index[at] : first + j, n * N + i);
+        }
   }
+}
+
+// One block of keys for one block of rows; k and v point at key `first`. T is their type: R unless NV = 1.
+template <class R, int NV, class T>
+void attend(const Problem &p, const Terms &terms, const RequestedStatistics &want, const Rows<R, NV> &rows,
+            RunningSums<R, NV> &sums, const R *qt, R *ot, int64_t first, int64_t keys, const T *k, int64_t k_stride,
+            const T *v, int64_t v_stride, Panels<R, NV> &panels) {
+  constexpr int L = Simd<R>::N * NV;
+  R *x = panels.x;
+  const Gate gate = fill_gate(p, terms, rows, first, keys, panels.gate, panels.bias, panels.spare, panels.live);
+  if (gate == CLOSED) return;
+  Vec<R> tops[NV];
+  for (int n = 0; n < NV; ++n) tops[n] = broadcast(-INF<R>);
+  const bool plain = NV > 1 && gate == OPEN && terms.folded;  // the product finds the largest x on its way
+  const int64_t some = (rows.n + 3) / 4 * 4;                  // rows, rounded up as decode.h needs it
+  if constexpr (NV == 1)
+    decode_scores(qt, some, p.D, k, k_stride, keys, x, L, v, v_stride, p.Dv);
+  else if (plain)
+    scores<R, NV, true>(qt, k, k_stride, p.D, keys, x, tops);
+  else
+    scores<R, NV, false>(qt, k, k_stride, p.D, keys, x);
+  if (gate == PARTLY || !terms.folded)
+    apply_bias_and_mask(p, terms, rows, keys, x, gate == PARTLY ? panels.gate : nullptr, panels.bias,
+                        want.apart ? panels.score : nullptr, (R *)nullptr);
+  absorb(p, want, rows, sums, ot, first, (const int32_t *)nullptr, keys, gate, plain, tops, panels);
   if (p.out)
     for_each_live_run(gate == PARTLY ? panels.live : nullptr, keys, [&](int64_t from, int64_t to) {
       if constexpr (NV == 1)

@@ -11,12 +11,36 @@
 // these products are computed in 16 bits (int16_prefilter.h). Rows of a free marginal have a given price: there the
 // panel is one block of keys, and there is no search.
 #pragma once
+#include "engine/selected_lists.h"
 #include "engine/threads.h"
 #include "links/link_results.h"
 #include "links/link_weights.h"
 #include "links/prefiltered_lists.h"
 
 namespace {
+
+// Fill the lists of the rows with the keys that they selected.
+template <class R, int NV, class Link>
+void list_selection(const Problem &p, const Terms &terms, const RequestedLinkStatistics &want, const Rows<R, NV> &rows,
+                    const Link &link, LinkPanels<R, NV> &s, RowSums<R, NV> &sums) {
+  constexpr int N = Simd<R>::N, L = N * NV;
+  const int64_t Dp = padded<R>(p.D);
+  R *products = s.x, *spare = s.q + L * Dp;  // the panel is not needed
+  rows.gather_rows(p.query, p.D, s.q, Dp, [&](int i) { return rows.factor(p, terms, i); });
+  memset(s.length, 0, sizeof s.length);
+  for (int i = 0; i < rows.n; ++i) {
+    const int64_t n = selected_keys(p, rows, i, s.index + i, (int64_t)L);
+    score_list<R, true>(p, rows.b, rows.kv, s.q + i * Dp, s.index + i, (int64_t)L, n, spare, products);
+    R top = -INF<R>;
+    for (int64_t t = 0; t < n; ++t) {
+      s.list[t * L + i] = products[t];
+      top = !(products[t] <= top) ? products[t] : top;  // keeps a NaN
+    }
+    s.length[i] = (int32_t)n, sums.top[i / N][i % N] = top;
+    if (want.admissible) sums.admissible[i / N][i % N] = (R)n;
+  }
+  best_single_key_price(p, link, 0, s.x, (const R *)nullptr, sums);
+}
 
 // One block of rows, from queries to results. `prefilter_keys`: the keys of the head in 16 bits, or null.
 template <class R, int NV, class Link>
@@ -54,7 +78,12 @@ void attend_link(const Problem &p, const Terms &terms, const RequestedLinkStatis
   StepCounts counts;
   bool prefiltered = false;
   int64_t next_stage = STAGE;
-  for (int64_t first = rows.lo; first < rows.hi && !prefiltered; first += PANEL_KEYS) {
+  if constexpr (Link::PRICED)
+    if (may_list && !free && lists_selection(p)) {
+      list_selection(p, terms, want, rows, link, s, sums);
+      listed = true;
+    }
+  for (int64_t first = rows.lo; first < rows.hi && !prefiltered && !(listed && !s.rows); first += PANEL_KEYS) {
     const int64_t keys = min_of(PANEL_KEYS, rows.hi - first);
     R *x = s.x + s.rows * L, *gate = s.prior ? s.prior + s.rows * L : s.gate;
     const Gate open = fill_gate(p, terms, rows, first, keys, gate, s.bias, s.spare, s.live + s.rows);
@@ -129,27 +158,9 @@ void attend_link(const Problem &p, const Terms &terms, const RequestedLinkStatis
     if (want.baseline_value) to_rows(s.baseline_t, L, baseline_share, rows.n, p.Dv, baseline);
     return;
   }
-  const Tensor &value = p.value;
-  const bool as_is = value.type == p.compute && (value.s3 == 1 || p.Dv == 1);
-  const int64_t base = value.s0 * rows.b + value.s1 * rows.kv;
   for (int i = 0; i < rows.n; ++i) {
-    const R *weights = s.list + i, *slopes = s.w + i;
-    const int32_t *index = s.index + i;
-    const R *v = (const R *)value.data + base;
-    if (as_is && want.baseline_value) {
-      sum_listed_values<R, true>(weights, slopes, index, L, s.length[i], v, value.s2, p.Dv, out[i], baseline[i]);
-    } else if (as_is) {
-      sum_listed_values<R, false>(weights, slopes, index, L, s.length[i], v, value.s2, p.Dv, out[i], nullptr);
-    } else {
-      memset(out[i], 0, p.Dv * sizeof(R));
-      if (want.baseline_value) memset(baseline[i], 0, p.Dv * sizeof(R));
-      for (int64_t k = 0; k < s.length[i]; ++k) {
-        copy<R>(value.data, value.type, base + index[k * L] * value.s2, value.s3, p.Dv, s.v_spare, 1, (R)1);
-        for (int64_t d = 0; d < p.Dv; ++d) out[i][d] += weights[k * L] * s.v_spare[d];
-        if (want.baseline_value)
-          for (int64_t d = 0; d < p.Dv; ++d) baseline[i][d] += slopes[k * L] * s.v_spare[d];
-      }
-    }
+    sum_list(p, rows.b, rows.kv, s.list + i, want.baseline_value ? s.w + i : nullptr, s.index + i, (int64_t)L,
+             s.length[i], s.v_spare, out[i], baseline[i]);
     for (int64_t d = 0; d < p.Dv; ++d) out[i][d] *= share[i];
     if (want.baseline_value)
       for (int64_t d = 0; d < p.Dv; ++d) baseline[i][d] *= baseline_share[i];

@@ -17,8 +17,8 @@ template <class R, int NV> void count_admissible(RowSums<R, NV> &sums, int64_t k
 
 // x of a block of keys, into the panel, and the largest of each row.
 template <class R, int NV>
-void score_block(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, int64_t first, int64_t keys,
-                 const R *gate, LinkPanels<R, NV> &s, R *x, Vec<R> *top) {
+void score_block(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, int64_t first, int64_t keys, R *gate,
+                 LinkPanels<R, NV> &s, R *x, Vec<R> *top) {
   constexpr int N = Simd<R>::N, L = N * NV;
   int64_t stride;
   const R *k = as_rows(p.key, rows.b, rows.kv, first, keys, p.D, s.k_spare, stride);
@@ -58,7 +58,7 @@ bool list_by_prefilter(const Problem &p, const Terms &terms, const RequestedLink
     const int64_t keys = next - first;
     const Gate open = fill_gate(p, terms, rows, first, keys, s.gate, s.bias, s.spare, s.live + s.rows);
     if (open == CLOSED) continue;
-    const float *gate = open == PARTLY ? s.gate : nullptr;
+    float *gate = open == PARTLY ? s.gate : nullptr;
     V price[NV];  // or the largest score, which must be found even where a null key takes all of the mass
     for (int n = 0; n < NV; ++n) price[n] = sums.price_bound[n] < sums.top[n] ? sums.price_bound[n] : sums.top[n];
     bool whole = first % PREFILTER_KEYS == 0 && (next % PREFILTER_KEYS == 0 || next == p.Tk);

@@ -7,9 +7,11 @@ from ._version import __version__ as __version__
 from .operator import Choice, attention, select_backend
 from .plan import Certificate, Path, Plan, block_mass, certify, path, solve, topk, weights_at
 from .priors import ALiBi, Bias, Causal, Documents, Window
-from .problem import Free, MatchEntropy, MatchKL, Rows, RowsAndColumns, Transport
+from .problem import ByKeys, Free, MatchEntropy, MatchKL, Rows, RowsAndColumns, Transport
+from .regions import Blocks, Prefix
 from .regularizers import KL, FDivergence, FermiDirac, Tsallis
 from .statistics import AuxOutput, AuxRequest
+from .structured import Decay, Density, LowRank, Relative, Selected
 
 if TYPE_CHECKING:  # loaded when first used, so that `import regard` is quick; `_LAZY` and `_MODULES` say the same
     from . import estimation as estimation
@@ -33,10 +35,14 @@ __all__ = [
     "AuxOutput",
     "AuxRequest",
     "Bias",
+    "Blocks",
+    "ByKeys",
     "Calibration",
     "Causal",
     "Certificate",
     "Choice",
+    "Decay",
+    "Density",
     "Documents",
     "Estimate",
     "Evidence",
@@ -44,13 +50,17 @@ __all__ = [
     "FermiDirac",
     "Free",
     "Inspection",
+    "LowRank",
     "MatchEntropy",
     "MatchKL",
     "Monitor",
     "Path",
     "Plan",
+    "Prefix",
+    "Relative",
     "Rows",
     "RowsAndColumns",
+    "Selected",
     "Transport",
     "Tsallis",
     "Window",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ __all__ = [
     "add_legacy_batch",
     "autocast_anywhere",
     "autograd_inside",
+    "constant_when_traced",
     "dispatch_modes_active",
     "fast_apply",
     "forward_mode",
@@ -139,6 +140,16 @@ def autograd_inside() -> Any:
     """A context that enables autograd in the body of an operator, where PyTorch disables it."""
     inside, outside = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     return torch._C._ForceDispatchKeyGuard(inside, outside - _AUTOGRAD)
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def constant_when_traced(function: _F) -> _F:
+    """`torch.compiler.assume_constant_result`, which would load Dynamo: torch.compile calls the function and keeps the
+    result, a number or a string, as a constant."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 _library = torch.library.Library("regard", "FRAGMENT")

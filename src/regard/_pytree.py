@@ -17,6 +17,22 @@ from torch import Tensor
 from ._compat import pytree
 from ._validate import describe
 
+_PARTS: dict[str, type[Part]] = {}  # the classes that are not abstract, by `part_name`
+
+
+def part_name(cls: type[Part]) -> str:
+    """The name of a class in a text: its own for a class of this library, module:name for any other."""
+    return cls.__name__ if cls.__module__.partition(".")[0] == "regard" else f"{cls.__module__}:{cls.__qualname__}"
+
+
+def part_class(name: str) -> type[Part] | None:
+    """The class of that name; None if there is none, or if its module has not been imported."""
+    return _PARTS.get(name)
+
+
+def part_names() -> list[str]:
+    return sorted(_PARTS)
+
 
 @dataclass_transform(frozen_default=True, eq_default=False)
 class Part:
@@ -30,8 +46,13 @@ class Part:
         dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
         cls._names = tuple(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
         if not abstract:
+            _PARTS[part_name(cls)] = cls
             _register_pytree(cls)
             torch.serialization.add_safe_globals([cls])  # plain data: torch.load may read it from a checkpoint
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments that make this part, by name: its fields, unless the class has an `__init__` of its own."""
+        return dict(zip(self._names, self._values(), strict=True))
 
     def _values(self) -> tuple:
         return tuple(getattr(self, name) for name in self._names)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import ParamSpec, TypedDict, TypeVar
+from typing import Literal, ParamSpec, TypedDict, TypeVar
 
 from torch import Tensor
 
@@ -32,6 +32,7 @@ class PlanOptions(ScoreOptions, total=False):
     problem: Transport | None
     softcap: float | None
     key_scale: Tensor | None
+    score: Literal["dot", "cosine", "euclidean"]
 
 
 class AttentionOptions(PlanOptions, total=False):
@@ -51,6 +52,7 @@ DEFAULTS: dict[str, object] = {
     "problem": None,
     "softcap": None,
     "key_scale": None,
+    "score": "dot",
     "backend": "auto",
 }
 

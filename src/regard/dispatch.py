@@ -29,8 +29,9 @@ def attend(
     for observe in observers:
         observe(form, lambda names: compute(form, names), out)
     assert form.query is not None
-    if out.dtype != form.query.dtype:  # autocast may have changed the query's dtype
-        out = out.to(form.query.dtype)
+    dtype = form.output_dtype or form.query.dtype  # autocast may have changed the query's dtype
+    if out.dtype != dtype:
+        out = out.to(dtype)
     out = unfold(out, query, key, value)
     if return_aux is None:
         return out

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ._version import __version__
 from .backends import BACKENDS
-from .backends.native.engine import extension
+from .backends.native.engine import REMEDY, extension
 from .operator import attention, select_backend
 from .priors import ALiBi, Causal, Window
 from .problem import Free, Rows, Transport
@@ -36,7 +36,9 @@ def examine() -> dict[str, Any]:
     Raises `SettingError` if REGARD_ISA is invalid.
     """
     facts: dict[str, Any] = {"versions": versions(), "machine": machine(), "engine": engine(), "threads": threads()}
-    facts["problems_served"] = problems_served()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a missing engine is among the notes or the problems
+        facts["problems_served"] = problems_served()
     facts["self_test"] = [
         self_test(backend) for backend in BACKENDS if backend != _ENGINE_BACKEND or facts["engine"]["loaded"]
     ]
@@ -74,9 +76,7 @@ def engine() -> dict[str, Any]:
     Raises `SettingError` if REGARD_ISA names no instruction set of this machine.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a missing engine is reported below
-            module, reason = extension()
+        module, reason = extension()
     except ValueError as error:
         raise SettingError(str(error)) from None
     facts: dict[str, Any] = {"loaded": module is not None, "forced": os.environ.get("REGARD_ISA") or None}
@@ -178,7 +178,9 @@ def _problems_and_notes(facts: dict[str, Any]) -> tuple[list[str], list[str]]:
     problems, notes = [], []
     engine, threads, cores = facts["engine"], facts["threads"], facts["machine"]["cores"]
     if not engine["loaded"]:
-        (problems if engine["built"] else notes).append(f"{engine['reason']}: all problems run on the slower backends")
+        (problems if engine["built"] else notes).append(
+            f"{engine['reason']}: all problems run on the slower backends. {REMEDY}"
+        )
     for test in facts["self_test"]:
         if not test["passed"]:
             what = test["raised"] or f"error {test['error']:.1e}, expected at most {TOLERANCE:.0e}"

@@ -4,7 +4,7 @@
 the user's objects.
 
 Shape letters, here and everywhere: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D, Dv head sizes.
-Every tensor but query, key and value broadcasts to [B, H, Tq, Tk]. So one rule cuts a block out of a problem
+Almost every tensor broadcasts to [B, H, Tq, Tk]; `_AXES` lists the others. So one rule cuts a block out of a problem
 (`Form.cut`), and a block of a Form is again a Form. A tensor that is given with broadcast dimensions is never expanded.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _dropout
+from . import _dropout, tiles
 from ._validate import Scalar, compute_dtype, concrete
 from .regularizers import Regularizer, regularizer_of
 
@@ -46,10 +46,21 @@ class Form:
     softcap: float | None = None
     score_bias: Tensor | None = None  # a float attn_mask
 
-    # The prior is pi = exp(sum(log_priors) - slopes * |distance|), and pi = 0 where a key is masked.
+    # The prior is pi = density * exp(sum(log_priors) - slopes * |distance| + relative[distance] + <query_factor,
+    # key_factor> + decay_query - decay_key), and pi = 0 where a key is masked.
     mask: Tensor | None = None  # a bool attn_mask, True = admissible
     log_priors: list[Tensor] = field(default_factory=list)
     slopes: Tensor | None = None  # [1, H|1, 1, 1]
+    relative: Tensor | None = None  # [1, H|1, 1, 2R + 1], by distance; distances beyond R count as R
+    query_factor: Tensor | None = None  # [B|1, H|1, Tq, r]
+    key_factor: Tensor | None = None  # [B|1, H|1, Tk, r]
+    decay_query: Tensor | None = None  # [B|1, H|1, Tq, 1] float64: cumulative sums, of which only differences count
+    decay_key: Tensor | None = None  # [B|1, H|1, 1, Tk] float64
+    density: Tensor | None = None  # a key of density 0 has no weight, but is read
+    selected: Tensor | None = None  # [B|1, H|1, Tq, n] in increasing order: key j is masked unless j // block is there
+    selected_block: int = 1
+    tile_map: Tensor | None = None  # [B|1, H|1, tiles, tiles]: a mask by tiles of 64 x 64 pairs (tiles.py)
+    tiles: Tensor | None = None  # [n, 64]
     query_ids: Tensor | None = None  # [B|1, 1, Tq, 1]; a key is admissible if its id is the query's, and not negative
     key_ids: Tensor | None = None  # [B|1, 1, 1, Tk]
     left: int | None = None  # the first admissible key of query i is i + offset - left
@@ -81,9 +92,11 @@ class Form:
     first_query: int = 0
     first_key: int = 0
 
-    # Objects that a torch.library operator cannot take: an FDivergence (its family name is passed) and column settings.
+    # Objects that a torch.library operator does not need: an FDivergence (its family name is passed), the settings of
+    # columns, and the dtype that the output is cast to.
     declared: Regularizer | None = None
     columns: ColumnSettings | None = None
+    output_dtype: torch.dtype | None = None  # None: the query's
 
     @property
     def regularizer(self) -> Regularizer:
@@ -116,7 +129,14 @@ class Form:
     @property
     def weighted(self) -> bool:
         """Whether the prior may have other values than 0 and 1."""
-        return bool(self.log_priors) or self.slopes is not None
+        terms = (self.slopes, self.relative, self.query_factor, self.decay_query, self.density)
+        return bool(self.log_priors) or any(term is not None for term in terms)
+
+    @property
+    def has_prior(self) -> bool:
+        """Whether some pair may be masked or weighted, by the prior or by a mask."""
+        masks = (self.mask, self.score_bias, self.left, self.right, self.query_ids, self.selected, self.tile_map)
+        return self.weighted or any(mask is not None for mask in masks)
 
     # --- tensors --------------------------------------------------------------------------------------------------
 
@@ -160,9 +180,8 @@ class Form:
         any."""
         if self.dtype == torch.float64:
             return self
-        kept = ("mask", "score_bias", "query_ids", "key_ids", "dropout_key")
-        tensors = {n: t for n, t in self.tensors().items() if n not in kept and not n.startswith("log_priors")}
-        return self.with_tensors({n: t.double() for n, t in tensors.items()})
+        tensors = {n: t for n, t in self.tensors().items() if t.is_floating_point() and n != "score_bias"}
+        return self.with_tensors({n: t.double() for n, t in tensors.items() if not n.startswith("log_priors")})
 
     def without_scores(self) -> Form:
         """The prior alone: every score is 0, except where a float mask is -inf."""
@@ -189,9 +208,9 @@ class Form:
         """The part of one slot (or of a gradient of its shape) that belongs to a block."""
         if name in ("key", "value"):
             return tensor[batch, heads.start // self.group : -(-heads.stop // self.group), keys]
-        last = slice(None) if name == "query" else keys
-        cuts = (batch, heads, queries, last)
-        return tensor[tuple(c if size > 1 else slice(None) for c, size in zip(cuts, tensor.shape, strict=True))]
+        cuts = {"b": batch, "h": heads, "q": queries, "k": keys}
+        axes = zip(_AXES.get(name, "bhqk"), tensor.shape, strict=True)
+        return tensor[tuple(cuts[axis] if size > 1 and axis in cuts else slice(None) for axis, size in axes)]
 
     def key_range(self, queries: slice) -> slice:
         """The keys that these queries can reach inside the band `left`, `right` (all keys without a band)."""
@@ -210,7 +229,8 @@ class Form:
         return keys - queries[:, None]
 
     def admissible(self, Tq: int, Tk: int, device: torch.device) -> Tensor | None:
-        """True where pi > 0, broadcastable to [B, H, Tq, Tk]; None if everywhere."""
+        """True where a query may read a key, broadcastable to [B, H, Tq, Tk]; None if everywhere. There pi > 0, but
+        for a density of 0."""
         parts = [] if self.mask is None else [self.mask]
         if self.left is not None or self.right is not None:
             distance = self.distance(Tq, Tk, device)
@@ -220,17 +240,46 @@ class Form:
                 parts.append(distance >= -self.left)
         if self.query_ids is not None and self.key_ids is not None:
             parts.append((self.query_ids == self.key_ids) & (self.query_ids >= 0))
+        if self.tile_map is not None and self.tiles is not None:
+            queries, keys = range(self.first_query, self.first_query + Tq), range(self.first_key, self.first_key + Tk)
+            parts.append(tiles.expand(self.tile_map, self.tiles, queries, keys))
+        if self.selected is not None:
+            parts.append(self._selects(Tk))
         parts += [bias != -math.inf for bias in (self.score_bias, *self.log_priors) if bias is not None]
         result = None
         for part in parts:
             result = part if result is None else result & part
         return result
 
-    def log_prior(self, Tq: int, Tk: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """log pi of the log-priors and slopes; None if there are none. Masks and bands are in `admissible`."""
+    def _selects(self, Tk: int) -> Tensor:
+        """True where key j // block is selected, [B|1, H|1, Tq, Tk]."""
+        assert self.selected is not None
+        first, block = self.first_key, self.selected_block
+        blocks = -(-(first + Tk) // block)
+        # One more column than blocks collects the entries that stand for no block.
+        found = torch.zeros(*self.selected.shape[:3], blocks + 1, dtype=torch.bool, device=self.selected.device)
+        found.scatter_(3, self.selected.clamp(max=blocks), True)
+        return found[..., (torch.arange(Tk, device=found.device) + first) // block]
+
+    def log_prior(
+        self, Tq: int, Tk: int, dtype: torch.dtype, device: torch.device, with_density: bool = True
+    ) -> Tensor | None:
+        """log pi of all terms; None if there are none. Masks and bands are in `admissible`."""
         terms = [bias.to(dtype) for bias in self.log_priors]
         if self.slopes is not None:
             terms.append(-self.slopes * self.distance(Tq, Tk, device).abs())
+        if self.relative is not None:
+            reach = self.relative.shape[3] // 2
+            distance = self.distance(Tq, Tk, device).clamp(-reach, reach) + reach
+            # In float64, because each entry of the gradient is a sum over all pairs of one distance.
+            terms.append(self.relative.double()[:, :, 0, distance].to(dtype))
+        if self.query_factor is not None and self.key_factor is not None:
+            terms.append(self.query_factor.to(dtype) @ self.key_factor.to(dtype).mT)
+        if self.decay_query is not None and self.decay_key is not None:
+            # A masked key may be ahead of the query, where the sum would be positive and might overflow.
+            terms.append((self.decay_query - self.decay_key).clamp(max=0).to(dtype))
+        if self.density is not None and with_density:
+            terms.append(self.density.to(dtype).log())
         result = None
         for term in terms:
             result = term if result is None else result + term
@@ -244,5 +293,25 @@ class Form:
         return _dropout.kept(self.dropout_key, self.dropout_p, queries, keys)
 
 
+# What the dimensions of a slot are, where not "bhqk": batch, heads, queries, keys ("-": none of these).
+_AXES = {
+    "query": "bhq-",
+    "query_factor": "bhq-",
+    "key_factor": "bhk-",
+    "relative": "bh--",
+    "selected": "bhq-",
+    "tile_map": "bh--",
+    "tiles": "--",
+}
+UNBATCHED = tuple(name for name, axes in _AXES.items() if "b" not in axes)
 SLOTS = tuple(f.name for f in dataclasses.fields(Form) if str(f.type) in ("Tensor | None", "Scalar"))
 LISTS = tuple(f.name for f in dataclasses.fields(Form) if str(f.type).startswith("list["))
+PRIOR_SLOTS = (
+    "slopes",
+    "relative",
+    "query_factor",
+    "key_factor",
+    "decay_query",
+    "decay_key",
+    "density",
+)  # differentiable

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ._compat import PLAIN_TENSOR_TYPES
+from ._compat import PLAIN_TENSOR_TYPES, pytree
 from ._dropout import dropout_keys
 from ._validate import (
     Scalar,
@@ -19,7 +21,6 @@ from ._validate import (
     check_values,
     compute_dtype,
     concrete,
-    default_scale,
     describe,
     finite,
     fold,
@@ -32,10 +33,14 @@ from ._validate import (
     row_parameter,
 )
 from .causality import CAUSAL, refuse_causal, refuse_causal_tensor
+from .counting import temperature_by_keys
 from .form import ColumnSettings, Form
-from .priors import Causal, PlanShape, Prior, join_ids
-from .problem import Budget, Free, Rows, RowsAndColumns, Transport
+from .priors import Causal, PlanShape, Prior, Product, join_ids
+from .problem import Budget, ByKeys, Free, Rows, RowsAndColumns, TemperatureRule, Transport
 from .regularizers import FDivergence, Regularizer
+from .similarities import as_dot_products, check_score, scale_of
+from .structured import add_tables
+from .tiles import tile_map
 
 
 def lower(
@@ -50,6 +55,7 @@ def lower(
     problem: Transport | None = None,
     softcap: float | None = None,
     key_scale: Tensor | None = None,
+    score: str = "dot",
 ) -> Form:
     """Check the arguments of `attention` and bring them to normal form."""
     query, key, value = autocast(query, key, value)
@@ -62,9 +68,14 @@ def lower(
         if key.shape[1] != value.shape[1]:  # one head of keys or of values for all
             heads = max(key.shape[1], value.shape[1])
             key, value = key.expand(-1, heads, -1, -1), value.expand(-1, heads, -1, -1)
+    dtype, D, kv_heads = query.dtype, query.shape[3], key.shape[1]
+    if score != "dot":
+        check_score(score)
+        query, key = as_dot_products(score, query, key)
+        value = value.to(query.dtype)
     if key_scale is not None:
         key, value = _scale_keys(key, value, key_scale, lead)
-    B, H, Tq, D = query.shape
+    B, H, Tq, _ = query.shape
     Tk = key.shape[2]
     causal = None if attn_mask is None else _causal_bias(attn_mask, Tq, Tk)
     if causal is not None:
@@ -72,21 +83,31 @@ def lower(
     if problem is None and is_causal is False and causal is None:  # plain softmax
         form = Form()
     else:
-        shape = PlanShape(lead, Tq, Tk, compute_dtype(query.dtype), query.device)
+        shape = _plan_shape(query, key, lead, kv_heads)
         form = lower_problem(problem, shape, is_causal, causal)
     form.query, form.key, form.value = query, key, value
-    form.scale = default_scale(D) if scale is None else number("scale", scale, "a finite number", finite)
+    form.scale = scale_of(score, D) if scale is None else number("scale", scale, "a finite number", finite)
+    if query.dtype != dtype:
+        form.output_dtype = dtype
     if softcap is not None:
         form.softcap = number("softcap", softcap, "a positive, finite number", positive)
     if attn_mask is not None:
         _lower_mask(form, attn_mask, lead, Tq, Tk)
     if problem is not None or attn_mask is not None:
         _refuse_mixed(form)
+    if problem is not None and isinstance(problem.temperature, ByKeys):
+        form.temperature = temperature_by_keys(form, problem.temperature, _plan_shape(query, key, lead, kv_heads))
     form.dropout_p = number("dropout_p", dropout_p, "a probability in [0, 1]", probability)
     if form.dropout_p > 0:
         seed = torch.randint(2**62, (1, 1, 1, 1), device=query.device)
         form.dropout_key = dropout_keys(seed, B, H)
     return form
+
+
+def _plan_shape(query: Tensor, key: Tensor, lead: tuple[int, ...], kv_heads: int) -> PlanShape:
+    """`kv_heads` as the caller gave them: `key_scale` may have copied the keys of shared heads."""
+    dtype = compute_dtype(query.dtype)
+    return PlanShape(lead, query.shape[2], key.shape[2], dtype, query.device, kv_heads=kv_heads)
 
 
 def lower_scores(scores: Tensor, problem: Transport, dtype: torch.dtype | None = None) -> tuple[Form, Tensor]:
@@ -100,10 +121,27 @@ def lower_scores(scores: Tensor, problem: Transport, dtype: torch.dtype | None =
         raise ValueError(f"scores: expected shape [..., Tk] or [..., Tq, Tk], got {list(scores.shape)}")
     dtype = dtype or compute_dtype(scores.dtype)
     shape = (1,) * (4 - scores.dim()) + tuple(scores.shape)
-    form = lower_problem(problem, PlanShape(shape[:-2], shape[-2], shape[-1], dtype, scores.device))
+    plan_shape = PlanShape(shape[:-2], shape[-2], shape[-1], dtype, scores.device)
+    form = lower_problem(problem, plan_shape)
     folded = scores.reshape(shape).flatten(0, -4).to(dtype)
-    form.mask = folded != -math.inf
-    return form, torch.where(form.mask, folded, 0.0)
+    finite_scores = folded != -math.inf
+    folded = torch.where(finite_scores, folded, 0.0)
+    _also(form, finite_scores)
+    if isinstance(problem.temperature, ByKeys):
+        form.temperature = temperature_by_keys(_with_shape(form, folded), problem.temperature, plan_shape)
+    return form, folded
+
+
+def _also(form: Form, mask: Tensor) -> None:
+    """Mask the form by one more bool mask."""
+    form.mask = mask if form.mask is None else form.mask & mask
+
+
+def _with_shape(form: Form, scores: Tensor) -> Form:
+    """The form with queries and keys that have no features, so that it knows its shape."""
+    B, H, Tq, Tk = scores.shape
+    query, key = scores.new_empty(B, H, Tq, 0), scores.new_empty(B, H, Tk, 0)
+    return dataclasses.replace(form, query=query, key=key, value=key)
 
 
 def _lower_mask(form: Form, attn_mask: object, lead: tuple[int, ...], Tq: int, Tk: int) -> None:
@@ -115,7 +153,7 @@ def _lower_mask(form: Form, attn_mask: object, lead: tuple[int, ...], Tq: int, T
         raise TypeError(f"attn_mask: expected a bool or floating-point tensor, got {describe(attn_mask)}")
     mask = broadcastable("attn_mask", attn_mask, lead, Tq, Tk, device)
     if mask.dtype == torch.bool:
-        form.mask = mask
+        _also(form, mask)
     else:
         form.score_bias = mask
     if form.marginal == "columns":
@@ -164,8 +202,8 @@ def _refuse_mixed(form: Form) -> None:
 
 
 def _scale_keys(key: Tensor, value: Tensor, key_scale: Tensor, lead: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Each key times its multiplier, rounded once to the keys' dtype. Query heads that share a key but not its
-    multiplier get copies of keys and values."""
+    """Each key times its multiplier, which multiplies its scores, rounded once to the keys' dtype. Query heads that
+    share a key but not its multiplier get copies of keys and values."""
     if not isinstance(key_scale, Tensor) or not key_scale.is_floating_point():
         raise TypeError(f"key_scale: expected a floating-point tensor, got {describe(key_scale)}")
     check_type("key_scale", key_scale)
@@ -276,7 +314,7 @@ def _lower_columns(form: Form, problem: Transport, marginal: RowsAndColumns, sha
         raise ValueError(
             f"problem: RowsAndColumns expects KL(), whose half-steps are in closed form, got {problem.regularizer!r}"
         )
-    lead, Tq, Tk, dtype, device, _ = shape
+    lead, Tq, Tk, dtype, device = shape[:5]
     form.marginal = "columns"
     form.columns = ColumnSettings(marginal.tolerance, marginal.max_iterations, marginal.iterations, marginal.strict)
     if isinstance(marginal.row, Tensor):
@@ -296,7 +334,19 @@ def _lower_columns(form: Form, problem: Transport, marginal: RowsAndColumns, sha
 
 
 def _check_columns(form: Form, problem: Transport, shape: PlanShape) -> None:
-    """Raise for what a plan with both marginals cannot have: a temperature per query, temperature 0, a causal prior."""
+    """Raise for what a plan with both marginals cannot have: a temperature per query, temperature 0, a causal prior.
+    Selections and regions become a dense mask, because the solver also reads the plan with both sides exchanged."""
+    if form.selected is not None or form.tile_map is not None:
+        names = ("selected", "selected_block", "tile_map", "tiles")
+        allowed = Form(**{name: getattr(form, name) for name in names}).admissible(shape.Tq, shape.Tk, shape.device)
+        assert allowed is not None
+        _also(form, allowed)
+        form.selected = form.tile_map = form.tiles = None
+    if isinstance(problem.temperature, ByKeys):
+        raise ValueError(
+            "temperature: expected one for all queries of a head under RowsAndColumns, got ByKeys, which gives each "
+            "row its own: a key has one price, which all queries share"
+        )
     values = (("temperature", form.temperature), ("RowsAndColumns(relax)", form.marginal_parameter))
     for name, value in values:
         if isinstance(value, Tensor) and value.shape[2] > 1:
@@ -322,6 +372,9 @@ def _lower_temperature(form: Form, problem: Transport, shape: PlanShape) -> None
     if type(temperature) is float:
         form.temperature, form.hard = temperature, temperature == 0
         return
+    if isinstance(temperature, TemperatureRule):  # ByKeys: computed when the masks are known
+        form.temperature = torch.ones(1, 1, 1, 1, dtype=shape.dtype, device=shape.device)
+        return
     form.temperature = _row("temperature", temperature, shape, per_head=False)
     check_values("temperature", form.temperature, "temperature >= 0", lambda tau: (tau >= 0) & tau.isfinite())
     form.hard = may_be_zero(form.temperature)
@@ -334,11 +387,7 @@ def _lower_budget(form: Form, rule: Budget, shape: PlanShape) -> Tensor:
         value = torch.full((1, 1, 1, 1), float(value), dtype=shape.dtype, device=shape.device)
     budget = _row(name, value, shape, per_head=False)
     check_values(name, budget, "finite numbers", torch.isfinite)
-    if rule.statistic == "entropy":
-        if form.slopes is not None:
-            raise ValueError(
-                "temperature: MatchEntropy expects a prior of 0 and 1, got slopes (MatchKL takes any prior)"
-            )
+    if rule.statistic == "entropy":  # priors that are weighted by construction raised when the Transport was made
         for bias in form.log_priors:
             if concrete(bias) and bool(((bias != 0) & (bias != -math.inf)).any()):
                 raise ValueError(
@@ -350,30 +399,67 @@ def _lower_budget(form: Form, rule: Budget, shape: PlanShape) -> Tensor:
 
 
 def _lower_prior(form: Form, factors: tuple[Prior, ...], shape: PlanShape) -> None:
-    """The product of the factors: windows intersect, slopes add, log-priors are listed, ids are paired."""
+    """The product of the factors: windows intersect, slopes, tables and decays add, factors are joined, log-priors are
+    listed, ids are paired, regions become one map of tiles."""
     form.offset = _offset(factors, shape.Tq, shape.Tk)
     if form.offset:
         shape = shape._replace(offset=form.offset)
+    regions: list[Prior] = []
     for factor in factors:
         terms = factor.terms(shape)
         if terms.left is not None:
             form.left = terms.left if form.left is None else min(form.left, terms.left)
         if terms.right is not None:
             form.right = terms.right if form.right is None else min(form.right, terms.right)
-        if terms.slopes is not None:
-            form.slopes = terms.slopes if form.slopes is None else form.slopes + terms.slopes
         if terms.log_prior is not None:
             form.log_priors.append(terms.log_prior)
+        form.slopes = _joined(torch.add, form.slopes, terms.slopes)
+        form.relative = _joined(add_tables, form.relative, terms.relative)
+        form.query_factor = _joined(_join_factors, form.query_factor, terms.query_factor)
+        form.key_factor = _joined(_join_factors, form.key_factor, terms.key_factor)
+        form.decay_query = _joined(torch.add, form.decay_query, terms.decay_query)
+        form.decay_key = _joined(torch.add, form.decay_key, terms.decay_key)
+        form.density = _joined(torch.mul, form.density, terms.density)
+        if terms.selected is not None and form.selected is None:
+            form.selected, form.selected_block = terms.selected, terms.selected_block
+        elif terms.selected is not None:  # a second selection: the intersection of both is a region
+            regions.append(factor)
+        if terms.region is not None:
+            regions.append(terms.region)
         if terms.query_ids is not None and terms.key_ids is not None:
             ids = (terms.query_ids, terms.key_ids)
             if form.query_ids is not None and form.key_ids is not None and shape.Tq > 0 and shape.Tk > 0:
                 ids = join_ids((form.query_ids, form.key_ids), ids)
             form.query_ids, form.key_ids = ids
+    if regions and shape.Tq and shape.Tk:
+        _lower_regions(form, regions[0] if len(regions) == 1 else Product(tuple(regions)), shape)
+
+
+def _joined(join: Callable[[Tensor, Tensor], Tensor], one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return other if one is None else one if other is None else join(one, other)
+
+
+def _join_factors(one: Tensor, other: Tensor) -> Tensor:
+    """Factors of both ranks, side by side."""
+    shape = torch.broadcast_shapes(one.shape[:-1], other.shape[:-1])
+    return torch.cat([one.expand(*shape, -1), other.expand(*shape, -1)], -1)
+
+
+def _lower_regions(form: Form, region: Prior, shape: PlanShape) -> None:
+    leaves = [leaf for leaf in pytree.tree_leaves(region) if isinstance(leaf, Tensor)]
+    if torch.compiler.is_compiling() or not all(map(concrete, leaves)):
+        # The number of mixed tiles depends on values, which a traced graph cannot: it gets a dense bool mask.
+        index = [torch.arange(n, device=shape.device) for n in (shape.B, shape.H, shape.Tq, shape.Tk)]
+        b, h, i, j = (x.view([-1 if d == n else 1 for d in range(4)]) for n, x in enumerate(index))
+        _also(form, region.admits(shape, b, h, i, j))
+        return
+    form.tile_map, form.tiles = tile_map(region, shape)
 
 
 def _offset(factors: tuple[Prior, ...], Tq: int, Tk: int) -> int:
     """The key position of query 0, from the alignments of the factors that depend on positions."""
-    alignments = {factor.alignment for factor in factors if factor.positioned}  # type: ignore[attr-defined]
+    leaves = [leaf for factor in factors for leaf in factor.leaves()]
+    alignments = {leaf.alignment for leaf in leaves if leaf.positioned}  # type: ignore[attr-defined]
     if "top_left" in alignments and "bottom_right" in alignments:
         raise ValueError(
             'alignment: expected one for the whole prior, got "top_left" and "bottom_right" (is_causal and '

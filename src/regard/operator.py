@@ -8,7 +8,7 @@ these steps together.
 from __future__ import annotations
 
 import inspect
-from typing import Any, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ def attention(  # type: ignore[reportInconsistentOverload] - the overloads name 
     problem: Transport | None = None,
     softcap: float | None = None,
     key_scale: Tensor | None = None,
+    score: Literal["dot", "cosine", "euclidean"] = "dot",
     return_aux: object = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, AuxOutput]:
@@ -55,8 +56,9 @@ def attention(  # type: ignore[reportInconsistentOverload] - the overloads name 
 
     The first eight arguments have PyTorch's names, order and meaning. `problem` is a `Transport` (None: softmax). Masks
     and `is_causal` (aligned top-left) multiply into its prior. A mask of PyTorch's type `CausalBias` counts as the
-    causal prior that it stands for; other subclasses of Tensor raise. `softcap=c` makes the score
-    c * tanh(scale * qk / c). `key_scale` multiplies each key by a number (`calibrate` finds such numbers) and
+    causal prior that it stands for; other subclasses of Tensor raise. `score` is "dot" (scale * qk), "cosine" (of unit
+    vectors, scale 1 unless given) or "euclidean" (-scale * |q - k|^2 / 2). `softcap=c` replaces a score s by
+    c * tanh(s / c). `key_scale` multiplies the scores of each key by a number (`calibrate` finds such numbers) and
     broadcasts to [..., H, Tk] or [..., Hkv, Tk].
 
     With `return_aux=AuxRequest(...)` the result is (output, AuxOutput). `backend` is "auto" or the name of a backend. A
@@ -69,7 +71,7 @@ def attention(  # type: ignore[reportInconsistentOverload] - the overloads name 
         from .compile_break import attend_eagerly as run  # the graph breaks here
     return run(
         return_aux, backend, query, key, value,
-        attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap, key_scale,
+        attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap, key_scale, score,
     )  # fmt: skip
 
 

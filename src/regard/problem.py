@@ -12,10 +12,12 @@ are frozen, compare and hash by structure (tensors by identity), and are pytrees
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import Tensor
 
+from . import serialization
 from ._pytree import Part
 from ._validate import Scalar, check_scalar, describe, finite, is_integer, not_negative, positive
 from .priors import ALiBi, Bias, Causal, Documents, Prior, Product, Window  # noqa: F401 - where 0.1 had them
@@ -116,10 +118,14 @@ class RowsAndColumns(Marginal):
             raise TypeError(f"RowsAndColumns(strict): expected a bool, got {describe(self.strict)}")
 
 
-# --- budgets ----------------------------------------------------------------------------------------------------------
+# --- rules for the temperature ----------------------------------------------------------------------------------------
 
 
-class Budget(Part, abstract=True):
+class TemperatureRule(Part, abstract=True):
+    """A rule in place of a temperature, which gives each row its own."""
+
+
+class Budget(TemperatureRule, abstract=True):
     """A rule in place of a temperature: each row gets the temperature at which a statistic of its plan is `budget`."""
 
     statistic: ClassVar[str]
@@ -156,6 +162,26 @@ class MatchEntropy(Budget):
     statistic: ClassVar[str] = "entropy"
 
 
+class ByKeys(TemperatureRule):
+    """A rule in place of a temperature: 1/temperature = offset + slope * (log n)^power, with n the admissible keys of
+    the row.
+
+    n is counted after masks, documents and windows, and in a decoding step as in the whole sequence. `slope`, `offset`
+    and `power` are numbers or tensors, per head [H] or broadcastable to [B, H, Tq, 1], and may require grad. In a row
+    of one key (log n)^power is 0, without a gradient. Where 1/temperature is 0 the plan is the prior's own; this has no
+    gradient. A negative value raises. Scalable softmax is `ByKeys(slope)`.
+    """
+
+    slope: Scalar
+    offset: Scalar = 0.0
+    power: Scalar = 1.0
+
+    def __post_init__(self) -> None:
+        check_scalar("ByKeys(slope)", self.slope, "a finite number", finite)
+        check_scalar("ByKeys(offset)", self.offset, "a finite number", finite)
+        check_scalar("ByKeys(power)", self.power, "a positive, finite number", positive)
+
+
 # --- the problem ------------------------------------------------------------------------------------------------------
 
 
@@ -163,14 +189,14 @@ class Transport(Part):
     """An attention: regulariser, prior, marginal and temperature. None means `KL()`, no prior, `Rows()`.
 
     `temperature` is a number or a tensor that broadcasts to [B, H, Tq, 1] (per head: [H, 1, 1]); 0 is hard routing.
-    For KL with plain rows it may be a rule that finds each row's temperature: `MatchKL(c)`, `MatchEntropy(h)`.
+    It may be a rule: `ByKeys(slope)` for any problem, and `MatchKL(c)`, `MatchEntropy(h)` for KL with plain rows.
     """
 
     regularizer: Regularizer | None = None
     _: dataclasses.KW_ONLY
     prior: Prior | None = None
     marginal: Marginal | None = None
-    temperature: Scalar | Budget = 1.0
+    temperature: Scalar | TemperatureRule = 1.0
 
     def __post_init__(self) -> None:
         # Dynamo cannot build an object whose defaults are objects: None is replaced here.
@@ -188,7 +214,7 @@ class Transport(Part):
                 raise TypeError(f"Transport({name}): expected a {name}, got {describe(value)}{hint}")
         if isinstance(self.temperature, Budget):
             self._check_budget()
-        else:
+        elif not isinstance(self.temperature, TemperatureRule):
             check_scalar("Transport(temperature)", self.temperature, "a finite number >= 0", not_negative)
 
     def _check_budget(self) -> None:
@@ -198,12 +224,32 @@ class Transport(Part):
                 f"Transport(temperature): {name} expects KL() with plain Rows(), where the divergence rises with "
                 f"1/temperature; got {self.regularizer!r}, {self.marginal!r}"
             )
-        factors = () if self.prior is None else self.prior.factors()
+        factors = () if self.prior is None else self.prior.leaves()
         if isinstance(self.temperature, MatchEntropy) and any(f.weighted for f in factors):
             raise ValueError(
                 "Transport(temperature): MatchEntropy expects a prior of 0 and 1, where entropy rises with the "
                 f"temperature; got {self.prior!r} (MatchKL takes any prior)"
             )
+
+    def to_json(self, parameters: Mapping[str, Tensor] | None = None) -> str:
+        """This problem as a text that `from_json` reads: its tensors by value, functions by module:name.
+
+        A tensor that is one of `parameters` (a mapping such as `dict(model.named_parameters())`) is written by its
+        name there. A function that no import finds (a lambda, a local function) raises."""
+        return serialization.to_json(self, parameters)
+
+    @classmethod
+    def from_json(
+        cls, text: str, parameters: Mapping[str, Tensor] | None = None, *, allow_imports: bool = False
+    ) -> Transport:
+        """The problem that `to_json` wrote. Tensors are on the CPU; those that required grad are `nn.Parameter`s.
+
+        `parameters` gives the tensors that are written by name. Functions (of an `FDivergence`, say) and classes that
+        are not regard's are imported only with `allow_imports=True`: an import runs the code of its module."""
+        found = serialization.from_json(text, parameters, allow_imports)
+        if not isinstance(found, cls):
+            raise ValueError(f"problem: expected a {cls.__name__}, got {found!r}")
+        return found
 
     def __repr__(self) -> str:
         shown = [repr(self.regularizer)]
@@ -211,6 +257,6 @@ class Transport(Part):
             shown.append(f"prior={self.prior!r}")
         if self.marginal != Rows():
             shown.append(f"marginal={self.marginal!r}")
-        if isinstance(self.temperature, Tensor | Budget) or self.temperature != 1:
+        if isinstance(self.temperature, Tensor | TemperatureRule) or self.temperature != 1:
             shown.append(f"temperature={describe(self.temperature)}")
         return f"Transport({', '.join(shown)})"

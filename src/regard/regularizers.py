@@ -303,6 +303,9 @@ class FDivergence(Regularizer, anonymous=True):
         examined: Any = torch.compiler.disable(_examined) if "torch._dynamo" in sys.modules else _examined
         examined(self)
 
+    def arguments(self) -> dict[str, Any]:
+        return {"f": self.user_f, "link": self.user_link, "slope": self.user_slope, "lower": self.lower}
+
     # A copy gets a family name of its own, since a name belongs to one object of one process. It is not checked again.
 
     def __getstate__(self) -> dict[str, Any]:

@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from ._compat import pytree
+from ._display import Displayed
 from ._validate import Scalar, may_be_zero
 from .convex import x_log_x
 from .form import Form
-from .problem import Budget, RowsAndColumns, Transport
+from .problem import RowsAndColumns, TemperatureRule, Transport
 from .regularizers import Regularizer
 
 # --- the rows that a statistic is computed from -----------------------------------------------------------------------
@@ -354,7 +355,7 @@ def _all(cls: type[AuxRequest], problem: object = None) -> AuxRequest:
     problem = Transport() if problem is None else problem
     if not isinstance(problem, Transport):
         raise TypeError(f"problem: expected a Transport, got {problem!r}")
-    hard = not isinstance(problem.temperature, Budget) and may_be_zero(problem.temperature)
+    hard = not isinstance(problem.temperature, TemperatureRule) and may_be_zero(problem.temperature)
     assert problem.regularizer is not None
     form = Form(family=problem.regularizer.family, declared=problem.regularizer, hard=hard)
     form.marginal = "columns" if isinstance(problem.marginal, RowsAndColumns) else "rows"
@@ -371,7 +372,7 @@ if TYPE_CHECKING:  # the fields are made from the table above: type checkers see
         def all(cls, problem: object = None) -> AuxRequest: ...
         def __getattr__(self, name: str) -> bool: ...
 
-    class AuxOutput:
+    class AuxOutput(Displayed):
         __dataclass_fields__: ClassVar[dict[str, Any]]
 
         def __init__(self, **statistics: Tensor) -> None: ...
@@ -396,7 +397,9 @@ else:
             "__doc__": "The requested statistics, [*batch, H, Tq] (per key: [*batch, H, Tk], iterations: [*batch, H]). "
             "The others are None.",
         },
+        bases=(Displayed,),
         eq=False,
+        repr=False,
     )
 
 

@@ -37,7 +37,8 @@ def trained(folder, callback, resume=None, steps=12, model=None, **options):
         disable_tqdm=True, **options,
     )  # fmt: skip
     model = llama() if model is None else model
-    trainer = hf.Trainer(model=model, args=arguments, train_dataset=Texts(), eval_dataset=Texts(), callbacks=[callback])
+    callbacks = callback if isinstance(callback, list) else [callback]
+    trainer = hf.Trainer(model=model, args=arguments, train_dataset=Texts(), eval_dataset=Texts(), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -69,6 +70,29 @@ def test_accumulation_and_checkpointing_give_the_metrics_of_one_batch(tmp_path):
         assert a["rows"] == b["rows"]
         for name in a:
             assert a[name] == pytest.approx(b[name], rel=2e-3, abs=2e-3), name  # after several optimizer steps
+
+
+def test_a_compiled_training_has_the_metrics_of_a_plain_one(tmp_path):
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    graphs = []
+
+    class Count(hf.TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    trained(tmp_path / "plain", regard.hf.MonitorCallback(every=3))
+    assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    trained(tmp_path / "compiled", [regard.hf.MonitorCallback(every=3), Count()], **compiled)
+    torch._dynamo.reset()
+    plain, found = (samples(tmp_path / name / "attention.jsonl") for name in ("plain", "compiled"))
+    assert [line["step"] for line in found] == [1, 3, 6, 9, 12]
+    for a, b in zip(plain, found, strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-4), name
+    assert graphs[3] > 0 and graphs[-1] == graphs[3]  # one compilation for sampled steps, one for the others
 
 
 @pytest.mark.parametrize("restore", [False, True])

@@ -113,7 +113,7 @@ OPTIONS = {"patterns": True, "views": True}
 KILLED = """
 import os, signal, sys, torch
 sys.path.insert(0, sys.argv[2])
-import regard, safetensors.torch
+import regard
 from regard.inspection import run
 from support.models import build
 from support.recorded import tokens
@@ -121,14 +121,15 @@ from support.recorded import tokens
 run.SAVE_EVERY = 0.0  # after every call
 model, batches = build("gemma3"), [tokens(64, 1, 55 + n, n) for n in range(4)]
 how, last, count = sys.argv[3], int(sys.argv[4]), 0
-plain = safetensors.torch.save_file
+plain = os.fsync
 
-def save_file(tensors, path, **options):
+def fsync(file):
     global count
-    plain(tensors, path, **options)
+    plain(file)
     count += 1
     if count == last and how == "writing":  # half a file
-        os.truncate(path, os.path.getsize(path) // 2)
+        part = sys.argv[1] + ".part"
+        os.truncate(part, os.path.getsize(part) // 2)
         os.kill(os.getpid(), signal.SIGKILL)
 
 def wait(*_):
@@ -136,7 +137,7 @@ def wait(*_):
         print("between two layers", flush=True)
         signal.pause()
 
-safetensors.torch.save_file = save_file
+os.fsync = fsync
 model.model.layers[1].register_forward_pre_hook(wait)
 regard.inspect(model, batches, run=sys.argv[1], patterns=True, views=True)
 """

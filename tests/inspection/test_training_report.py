@@ -119,6 +119,9 @@ def test_the_command_shows_and_writes(command, run, tmp_path):
     result = command(run, "--out", tmp_path / "training.html")
     assert result.exit_code == 0, result.output
     assert "3 layers, 12 heads, 20 samples" in result.output and "collapse-dip" in result.output
+    text = " ".join(result.output.split())  # lines are wrapped
+    rules = {event["rule"]: event["remedy"] for event in read_run(run)["events"]}
+    assert rules and all(text.count(f"what to do about {rule}: {remedy}") == 1 for rule, remedy in rules.items())
     assert (tmp_path / "training.html").read_text() == training_html(read_run(run))
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -162,7 +165,7 @@ def test_what_is_not_a_run_file_is_an_error(command, tmp_path, content, message)
 def test_a_folder_without_a_run_and_a_missing_output_folder(command, run, tmp_path):
     assert command(tmp_path).exit_code == 2
     result = command(run, "--out", tmp_path / "no" / "report.html")
-    assert result.exit_code == 2 and "there is no folder" in result.output
+    assert result.exit_code == 2 and "--out: expected a path in a folder that exists" in result.output
     assert command(run, "--out", tmp_path).exit_code == 2
 
 

@@ -13,12 +13,9 @@ from torch.nn.utils import parametrizations
 
 import regard
 from regard.nn import entropy_floor, qk_clip_
-from support.models import DECODER, MODELS, build, inputs_of
+from support.models import LAYOUTS, MODELS, build, inputs_of
 
-MODELS = MODELS | {
-    "olmo2": (hf.Olmo2ForCausalLM, lambda: hf.Olmo2Config(**{k: v for k, v in DECODER.items() if k != "head_dim"}), 2),
-    "phi3": (hf.Phi3ForCausalLM, lambda: hf.Phi3Config(**{k: v for k, v in DECODER.items() if k != "head_dim"}), 2),
-}
+MODELS = MODELS | LAYOUTS
 
 # --- QK-clip ----------------------------------------------------------------------------------------------------------
 
@@ -26,14 +23,26 @@ MODELS = MODELS | {
 def model_of(name, monkeypatch):
     regard.hf.register()
     monkeypatch.setattr("support.models.MODELS", MODELS)
-    changes = {"num_key_value_heads": 4} if name == "llama, a key head each" else {}
+    changes = {"num_key_value_heads": 4} if name.endswith(", a key head each") else {}
     return build(name.split(",")[0], **changes).double()
 
 
 @pytest.mark.parametrize("form", ["layer", "[H]", "[B, H, Tq]"])
 @pytest.mark.parametrize(
     "name",
-    ["llama", "llama, a key head each", "gpt2", "mistral", "gemma2", "gpt_oss", "bert", "whisper", "vit", "olmo2"],
+    [
+        "llama",
+        "llama, a key head each",
+        "gpt2",
+        "mistral",
+        "gemma2",
+        "gpt_oss",
+        "bert",
+        "whisper",
+        "vit",
+        "phi3, a key head each",
+        *LAYOUTS,
+    ],
 )
 def test_the_largest_score_becomes_the_threshold(name, form, monkeypatch):
     model, given = model_of(name, monkeypatch), inputs_of(name.split(",")[0])
@@ -74,7 +83,7 @@ def test_the_largest_score_becomes_the_threshold(name, form, monkeypatch):
     touched = {n for n, p in attention.named_parameters() if not torch.equal(p, state[n])}
     keys = {n for n in touched if n.startswith(("k_", "key"))}
     assert touched and bool(keys) == (name in ("llama, a key head each", "bert", "whisper", "vit"))
-    assert not any(n.startswith(("v_", "o_", "value", "c_proj", "out_proj")) for n in touched)
+    assert not any(n.startswith(("v_", "o_", "value", "c_proj", "out_proj", "dense", "kv_a", "q_a")) for n in touched)
     # within the threshold nothing changes
     state = {n: p.clone() for n, p in attention.named_parameters()}
     assert torch.equal(qk_clip_(attention, after, threshold * (1 + 1e-5)), torch.ones(4).double())
@@ -127,7 +136,6 @@ def test_a_head_without_scores_keeps_its_weights():
         ("qwen3", ValueError, "expected no norm that all heads share, got q_norm"),
         ("gemma3", ValueError, "expected no norm that all heads share, got q_norm"),
         ("t5", TypeError, "expected a MultiheadAttention or a module with q_proj and k_proj.*got T5Attention"),
-        ("phi3", TypeError, "got Phi3Attention"),
     ],
 )
 def test_attentions_that_cannot_be_clipped(name, error, message, monkeypatch):
@@ -136,6 +144,22 @@ def test_attentions_that_cannot_be_clipped(name, error, message, monkeypatch):
     with pytest.raises(error, match=message):
         qk_clip_(attention, torch.full((4,), 200.0))
     assert all(torch.equal(p, state[n]) for n, p in attention.named_parameters())
+
+
+def test_what_is_clamped_cannot_be_clipped():
+    config = hf.OlmoConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, clip_qkv=8.0)
+    attention = hf.OlmoForCausalLM(config).model.layers[0].self_attn
+    with pytest.raises(ValueError, match=r"expected projections that are not clamped, got clip_qkv=8\.0"):
+        qk_clip_(attention, torch.full((32,), 200.0))
+
+
+def test_rows_of_another_number_of_heads(monkeypatch):
+    for name, projection in (("phi3", "qkv_proj"), ("gpt_neox", "query_key_value"), ("deepseek_v3", "q_b_proj")):
+        attention = next(iter(regard.hf.attentions(model_of(name, monkeypatch)).values()))
+        layer = getattr(attention, projection)
+        setattr(attention, projection, nn.Linear(layer.in_features, layer.out_features + 1))
+        with pytest.raises(ValueError, match=f"attention: expected 4 heads of [0-9]+ in {projection}, got [0-9]+ rows"):
+            qk_clip_(attention, torch.full((4,), 200.0))
 
 
 def test_qk_clip_names_wrong_arguments(monkeypatch):

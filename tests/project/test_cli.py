@@ -1,10 +1,13 @@
 """The command `regard`: its output as text and as JSON, and its exit status."""
 
+import errno
 import json
 import os
 import shutil
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ import regard
 from regard import cli, doctor
 from regard.backends import BACKENDS
 from regard.backends.native import engine
+from regard.cli import terminal
 
 
 @pytest.fixture
@@ -83,7 +87,9 @@ def test_two_openmp_runtimes_are_reported(run, monkeypatch):
 
 def test_doctor_without_the_engine(run, without_engine):
     result = run("doctor")
-    assert result.exit_code == 0 and "was not built" in result.output and "slower backends" in result.output
+    shown = " ".join(result.output.split())
+    assert result.exit_code == 0 and "was not built" in shown and "all problems run on the slower backends" in shown
+    assert "Install a C++17 compiler, then regard again: pip install -v --force-reinstall --no-deps ." in shown
     facts = json.loads(run("doctor", "--json").output)
     assert facts["engine"]["loaded"] is False
     assert {row["auto"] for row in facts["problems_served"]} == {"sdpa", "torch"}
@@ -191,6 +197,30 @@ def test_inspect_a_folder(run, checkpoint, tmp_path):
     assert shown.exit_code == 0 and "150 tokens of text" in shown.output, shown.output
 
 
+SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+KINDS = {  # class, configuration, and what the command shows
+    "bert": ("BertModel", {}, "3 layers, 12 heads"),
+    "albert": ("AlbertForMaskedLM", {"embedding_size": 16}, "3 layers, 12 heads"),
+    "roberta": ("RobertaModel", {"pad_token_id": 1}, "sequences of at most 48 (the model's limit)"),  # 50 - 2
+    "t5": ("T5ForConditionalGeneration", {"d_model": 32, "d_kv": 8, "num_layers": 2, "num_heads": 4}, "6 layers"),
+    "vit": ("ViTModel", {"image_size": 16, "patch_size": 8}, "expected one that reads tokens, got ViTModel"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inspect_other_kinds_of_models(run, checkpoint, tmp_path, kind):
+    import transformers
+
+    name, changes, message = KINDS[kind]
+    shape = {"vocab_size": 64} if kind == "t5" else SHAPE | {"max_position_embeddings": 50}
+    torch.manual_seed(0)
+    model = getattr(transformers, name)
+    model(model.config_class(**shape | changes)).save_pretrained(tmp_path)
+    result = run("inspect", str(tmp_path), "--tokens", checkpoint[1], width=400)
+    assert result.exit_code == (2 if kind == "vit" else 0), result.output
+    assert message in result.output and "Traceback" not in result.output
+
+
 def test_inspect_explains_invalid_requests(run, checkpoint, tmp_path):
     folder, tokens = checkpoint
     words = tmp_path / "words.txt"
@@ -203,12 +233,12 @@ def test_inspect_explains_invalid_requests(run, checkpoint, tmp_path):
         (("[/x]",), "[/x]"),
         (("~nosuchuser/x",), "nosuchuser"),
         (("x" * 5000,), "cannot be"),
-        ((folder, "--tokens", tokens, "--out", str(tmp_path)), "a folder"),
+        ((folder, "--tokens", tokens, "--out", str(tmp_path)), "--out: expected a file, got the folder"),
         ((folder, "--tokens", str(high)), "expected 0 to 63"),
-        ((folder, "--tokens", tokens, "--compare", "nosuch.json"), "nosuch.json"),
+        ((folder, "--tokens", tokens, "--compare", "nosuch.json"), "--compare: expected a text file that can be read"),
+        ((folder, "--tokens", tokens, "--compare", "/no/such/model"), "nothing is at '/no/such/model'"),
         ((folder,), "no tokenizer"),
         ((folder, "--tokens", str(words)), "expected integers"),
-        ((folder, "--tokens", str(tmp_path / "none")), "cannot be read"),
         ((folder, "--tokens", "30000"), "use --max-tokens 30000 (in all) or --length 30000 (in one sequence)"),
         (
             (folder, "--text", "30,000"),
@@ -245,3 +275,191 @@ def test_inspect_names_the_option_that_helps(run, checkpoint, tmp_path):
         result = run("inspect", *arguments, "--tokens", tokens, width=400)
         assert result.exit_code == 0 and message in result.output, result.output
         assert ("--max-tokens" in message) == ("has no more" in result.output)
+
+
+def test_inspect_with_a_problem(run, checkpoint, tmp_path):
+    folder, tokens = checkpoint
+    numbers, state = tmp_path / "numbers.json", tmp_path / "run.safetensors"
+    arguments = ("inspect", folder, "--tokens", tokens, "--length", "100", "--json", str(numbers))
+    plain = run(*arguments)
+    assert plain.exit_code == 0, plain.output
+    softmax = json.loads(numbers.read_text())
+    problem = regard.Transport(regard.Tsallis(1.5), prior=regard.Window(15), temperature=0.5)
+    records = []
+    for text in (repr(problem), problem.to_json()):
+        done = run(*arguments, "--problem", text)
+        assert done.exit_code == 0, done.output
+        records.append(json.loads(numbers.read_text()))
+    assert records[0]["heads"] == records[1]["heads"]
+    assert max(head["max"]["support"] for head in records[0]["heads"]) <= 16
+    assert max(head["max"]["support"] for head in softmax["heads"]) == 100
+    about = records[0]["provenance"]
+    assert about["problems"] == {"regard-declared": repr(problem)}
+    (declared,) = about["declared"].values()
+    assert regard.Transport.from_json(declared) == problem
+    # --compare is the model as it is: here the same one with softmax
+    both = run(*arguments, "--problem", repr(problem), "--compare", folder)
+    assert both.exit_code == 0 and "against" in both.output and "largest difference" in both.output
+    # a run file belongs to one problem
+    assert run(*arguments, "--problem", repr(problem), "--run", str(state)).exit_code == 0
+    (kept,) = regard.Inspection.load(state).about["declared"].values()
+    assert regard.Transport.from_json(kept) == problem
+    assert run(*arguments, "--problem", repr(problem), "--run", str(state)).exit_code == 0
+    other = run(*arguments, "--problem", "Transport(Tsallis(2.0))", "--run", str(state), width=400)
+    assert other.exit_code == 2 and "was begun with other problems" in other.output
+    slopes = [f"Transport(prior=ALiBi([{n}, 1.0, 1.0, 1.0]))" for n in (0.5, 0.25)]  # the same repr, other numbers
+    state.unlink()
+    assert run(*arguments, "--problem", slopes[0], "--run", str(state)).exit_code == 0
+    other = run(*arguments, "--problem", slopes[1], "--run", str(state), width=400)
+    assert other.exit_code == 2 and "was begun with other declared" in other.output
+
+
+def test_inspect_explains_invalid_problems(run, checkpoint):
+    folder, tokens = checkpoint
+    for text, message in (
+        ("Transport(Tsalis(1.5))", "--problem: problem: expected a call of"),
+        ("{", "--problem: text: expected JSON"),
+        ("Transport(__import__('os').system('true'))", "--problem: problem: expected a call of"),
+        ("Transport(prior=Bias([1]))", ""),  # whole numbers become floats: this one is valid
+        ("Transport(prior=Documents([0.5]))", "--problem: Documents(query_ids): expected an integer tensor"),
+        ("Transport(prior=ALiBi([1.0, 2.0]))", "ALiBi(slopes): expected a number or shape [H=4], got [2]"),
+        ("Transport(marginal=RowsAndColumns())", "RowsAndColumns"),  # a causal model
+    ):
+        result = run("inspect", folder, "--tokens", tokens, "--problem", text, width=400)
+        assert result.exit_code == (2 if message else 0), (text, result.output)
+        assert message in result.output and "Traceback" not in result.output, result.output
+
+
+def test_inspect_checks_its_files_before_it_loads_the_model(run, checkpoint, tmp_path, monkeypatch):
+    """One line that names the option, status 2, and no file is left behind."""
+    folder, tokens = checkpoint
+
+    def load(*_, **__):
+        pytest.fail("the model was loaded")
+
+    monkeypatch.setattr("regard.hf.loading.load", load)
+    given = {
+        "empty": b"",
+        "blank": b" \n\t\n",
+        "binary": b"text \xff\xfe",
+        "one": b"7",
+        "huge": b"1 99999999999999999999",
+    }
+    files = {name: tmp_path / name for name in given}
+    for name, content in given.items():
+        files[name].write_bytes(content)
+    before = sorted(tmp_path.iterdir())
+    page = str(tmp_path / "page.html")
+    for arguments, message in (
+        (("--text", str(tmp_path / "none")), "--text: expected a text file that can be read, got"),
+        (("--text", str(tmp_path)), "Is a directory"),
+        (("--text", str(files["empty"])), f"--text: expected some text, got {files['empty']}, which is empty"),
+        (("--text", str(files["blank"])), "which is blank"),
+        (("--text", str(files["binary"])), "byte 5 is not UTF-8"),
+        (("--tokens", str(tmp_path / "none")), "--tokens: expected a text file that can be read"),
+        (("--tokens", str(files["empty"])), f"expected at least 2 token ids, got {files['empty']} with 0"),
+        (("--tokens", str(files["one"])), "with 1"),
+        (("--tokens", str(files["huge"])), "--tokens: expected integers"),
+        (("--tokens", tokens, "--out", str(tmp_path / "no" / "page.html")), "--out: expected a path in a folder"),
+        (
+            ("--tokens", tokens, "--json", "/proc/numbers.json"),
+            "--json: expected a file that can be written, got /proc",
+        ),
+        (("--tokens", tokens, "--run", "/proc/run"), "--run: expected a file that can be written, got /proc/run"),
+        (("--tokens", tokens, "--run", str(files["one"])), "--run: expected a new file or one that --run wrote"),
+        (("--tokens", tokens, "--out", page, "--json", page), "--json: expected another file than that of --out"),
+    ):
+        result = run("inspect", folder, *arguments, width=400)
+        assert result.exit_code == 2, (arguments, result.output)
+        (line,) = result.output.splitlines()
+        assert line.startswith("error: ") and message in line, line
+    assert sorted(tmp_path.iterdir()) == before and [path.read_bytes() for path in before] == [
+        given[path.name] for path in before
+    ]
+
+
+def _full_disk(monkeypatch, room: int) -> None:
+    """Every file that is written from now on ends with ENOSPC after this many bytes."""
+    plain = Path.open
+
+    class Full:
+        def __init__(self, file):
+            self.file = file
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+        def write(self, content):
+            self.file.write(content[:room])
+            if len(content) > room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    def opened(path, mode="r", *args, **kwargs):
+        file = plain(path, mode, *args, **kwargs)
+        return Full(file) if "w" in mode else file
+
+    monkeypatch.setattr(Path, "open", opened)
+
+
+@pytest.mark.parametrize("option", ["--out", "--json", "--run"])
+def test_inspect_on_a_full_disk(run, checkpoint, tmp_path, monkeypatch, option):
+    """Before the model is loaded if nothing fits, later if not everything does. What was there stays."""
+    folder, tokens = checkpoint
+    file = tmp_path / "file"
+    arguments = ("inspect", folder, "--tokens", tokens, "--max-tokens", "20", option, str(file))
+    assert run(*arguments).exit_code == 0
+    whole = file.read_bytes()
+    for room, stage in ((100, "checked"), (3000, "written")):
+        with monkeypatch.context() as patch:
+            _full_disk(patch, room)
+            if stage == "checked":
+                patch.setattr("regard.hf.loading.load", lambda *_, **__: pytest.fail("the model was loaded"))
+            else:
+                patch.setattr("regard.cli.terminal.check_writable", lambda path: None)
+            if option == "--run":
+                arguments = (*arguments[:4], "--max-tokens", "20", option, str(tmp_path / "new"))
+            result = run(*arguments, width=400)
+        assert result.exit_code == 2, (stage, result.output)
+        assert "Traceback" not in result.output
+        assert (
+            f"error: {option}: expected a file that can be written, got {arguments[-1]}: No space left on device"
+            in (result.output.splitlines()[-1])
+        )
+        assert [path.name for path in tmp_path.iterdir()] == ["file"] and file.read_bytes() == whole
+
+
+def test_a_report_that_fails_does_not_cost_the_others(run, checkpoint, tmp_path, monkeypatch):
+    folder, tokens = checkpoint
+    plain, page, numbers = terminal.write, tmp_path / "page.html", tmp_path / "numbers.json"
+
+    def write(path, text):
+        if path == numbers:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        plain(path, text)
+
+    monkeypatch.setattr(terminal, "write", write)
+    result = run("inspect", folder, "--tokens", tokens, "--out", str(page), "--json", str(numbers), width=400)
+    assert result.exit_code == 2 and page.exists() and not numbers.exists()
+    assert "--json: expected a file that can be written" in result.output and "report: " in result.output
+
+
+def test_the_lab_on_a_full_disk(run, tmp_path, monkeypatch):
+    _full_disk(monkeypatch, 10)
+    result = run("lab", "run", "masking", "--quick", "--out", str(tmp_path), width=400)
+    assert result.exit_code == 2 and "Traceback" not in result.output
+    assert result.output.startswith(f"error: --out: expected a folder that can be written, got {tmp_path}")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_inspect_fails_at_once_without_a_network(run, monkeypatch):
+    from regard.hf import hub
+
+    monkeypatch.setattr(hub, "_answers", lambda endpoint: False)
+    began = time.monotonic()
+    result = run("inspect", "nobody/no-such-model", width=400)
+    assert time.monotonic() - began < 5 and result.exit_code == 2
+    (line,) = result.output.splitlines()
+    assert "model: 'nobody/no-such-model' is neither a folder nor in the cache" in line and "cannot be reached" in line

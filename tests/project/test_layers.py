@@ -16,15 +16,17 @@ LONGEST = 600  # lines of a file
 
 # From the lowest layer to the highest. A name is a module or a package with all of its modules.
 LAYERS = (
-    ("_compat", "_dropout", "_version"),
+    ("_compat", "_dropout", "_files", "_version"),
     ("_validate",),
-    ("_pytree",),
-    ("convex", "agreement"),
+    ("_display", "_pytree"),
+    ("serialization",),
+    ("convex", "agreement", "tiles"),
     ("regularizers", "priors"),
+    ("structured", "regions"),
     ("problem",),
-    ("arguments", "form"),
+    ("arguments", "expressions", "form"),
     ("statistics",),
-    ("causality", "lowering"),
+    ("counting", "causality", "similarities", "lowering"),
     ("backends",),
     ("autograd",),
     ("solvers",),

@@ -14,9 +14,30 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import regard
-from regard import ALiBi, Bias, Causal, Documents, FDivergence, FermiDirac, Free, Rows, Transport, Tsallis, Window
+from regard import (
+    ALiBi,
+    Bias,
+    Blocks,
+    ByKeys,
+    Causal,
+    Decay,
+    Density,
+    Documents,
+    FDivergence,
+    FermiDirac,
+    Free,
+    LowRank,
+    Prefix,
+    Relative,
+    Rows,
+    Selected,
+    Transport,
+    Tsallis,
+    Window,
+)
 from regard.backends import BACKENDS
 from regard.lowering import lower
+from regard.priors import Prior
 
 stock_attention = F.scaled_dot_product_attention
 
@@ -39,6 +60,18 @@ class Maker:
 
     def mask(self, *shape: int) -> Tensor:
         return torch.rand(shape, generator=self.generator) < 0.7
+
+    def index(self, below: int, *shape: int) -> Tensor:
+        return torch.randint(-1, below, shape, generator=self.generator)
+
+    def factors(self, query_shape: tuple[int, ...], key_shape: tuple[int, ...], name: str = "factor") -> LowRank:
+        return LowRank(
+            self.normal(f"query {name}", *query_shape, scale=0.5), self.normal(f"key {name}", *key_shape, scale=0.5)
+        )
+
+    def silent(self, *shape: int) -> Density:
+        """Densities of 0 and 1, which need no gradient: finite differences cannot step below 0."""
+        return Density(self.mask(*shape).to(self.dtype))
 
     def _leaf(self, name: str, tensor: Tensor) -> Tensor:
         self.leaves[name] = tensor.to(self.dtype).requires_grad_()
@@ -72,6 +105,213 @@ def shifted_inf_mask(make: Maker) -> dict:
     return {"attn_mask": mask.masked_fill(~make.mask(make.case.Tq, make.case.Tk), -math.inf)}
 
 
+def every_structure(make: Maker, heads: int) -> Prior:
+    """Every prior with structure at once, for Tq = 5 queries that end with the last of Tk = 9 keys."""
+    return (
+        Relative(make.normal("table", 4, 7), "bottom_right")
+        * Decay(make.uniform("forget", -1, -0.1, 2, 1, 9))
+        * make.factors((4, 5, 2), (2, heads, 9, 2))
+        * Density(make.uniform("density", 0.3, 1, 5, 9))
+        * make.silent(9)
+        * Selected(make.index(5, 4, 5, 4), block=2)
+        * (Prefix(3) | Window(5))
+        * Bias(make.normal("bias", 2, 1, 5, 9))
+    )
+
+
+STRUCTURED = [
+    Case("table", lambda m: Transport(prior=Causal() * Relative(m.normal("table", 4, 5)))),
+    Case(
+        "table, bottom-right",
+        lambda m: Transport(prior=Relative(m.normal("table", 9), "bottom_right"), temperature=0.6),
+        Tq=5,
+        Tk=9,
+    ),
+    Case(
+        "table, more queries, entmax sink",
+        lambda m: Transport(
+            Tsallis(1.5), prior=Relative(m.normal("table", 4, 3), "top_left"), marginal=Rows(sink=m.normal("sink", 4))
+        ),
+        Tq=9,
+        Tk=5,
+        sensitivity=2,
+    ),
+    Case(
+        "two tables, soft top-m",
+        lambda m: Transport(
+            FermiDirac(),
+            prior=Relative(m.normal("one", 4, 3)) * Relative(m.normal("two", 1, 7)),
+            marginal=Rows(mass=1.5),
+        ),
+    ),
+    Case("factors", lambda m: Transport(prior=m.factors((2, 4, 7, 3), (2, 4, 7, 3)))),
+    Case(
+        "factors, gqa, entmax",
+        lambda m: Transport(Tsallis(1.5), prior=Causal("bottom_right") * m.factors((2, 1, 5, 3), (2, 9, 3))),
+        lambda m: {"enable_gqa": True},
+        Hkv=2,
+        Tq=5,
+        Tk=9,
+        sensitivity=2,
+    ),
+    Case(
+        "many factors, ALiBi",
+        lambda m: Transport(
+            prior=m.factors((7, 17), (4, 7, 17))
+            * ALiBi(m.uniform("slopes", 0.1, 1, 4))
+            * m.factors((7, 2), (7, 2), "2"),
+            temperature=m.uniform("temperature", 0.5, 2, 4, 1, 1),
+        ),
+        lambda m: {"attn_mask": m.normal("attn_mask", 2, 1, 7, 7), "is_causal": True},
+    ),
+    Case("decay", lambda m: Transport(prior=Decay(m.uniform("forget", -1, -0.1, 2, 4, 7)))),
+    Case(
+        "decay, more queries, sink",
+        lambda m: Transport(
+            prior=Decay(m.uniform("forget", -1, -0.1, 4, 5), "top_left"), marginal=Rows(sink=m.normal("sink", 4))
+        ),
+        Tq=9,
+        Tk=5,
+    ),
+    Case(
+        "decay, empty rows, relaxed",
+        lambda m: Transport(
+            prior=Decay(m.uniform("forget", -1, -0.1, 5), "bottom_right"),
+            marginal=Rows(relax=m.uniform("relax", 0.5, 2, 4)),
+        ),
+        Tq=9,
+        Tk=5,
+    ),
+    Case("density", lambda m: Transport(prior=Density(m.uniform("density", 0.1, 1, 2, 4, 7, 7)), temperature=0.7)),
+    Case(
+        "density, zeros",
+        lambda m: Transport(
+            prior=Causal()
+            * Density(m.uniform("density", 0.1, 1, 2, 1, 1, 7))
+            * m.silent(4, 7, 7)
+            * m.silent(2, 1, 7, 1)
+        ),
+    ),
+    Case(
+        "density, sigmoid",
+        lambda m: Transport(
+            FermiDirac(),
+            prior=Density(m.uniform("density", 0.1, 1, 4, 7, 1)) * m.silent(7),
+            marginal=Free(m.normal("offset", 4)),
+        ),
+    ),
+    Case(
+        "density, relaxed entmax",
+        lambda m: Transport(
+            Tsallis(m.uniform("alpha", 1.3, 1.8)),
+            prior=Density(m.uniform("density", 0.1, 1, 4, 1, 7)) * m.silent(7, 7),
+            marginal=Rows(relax=0.9),
+        ),
+        sensitivity=2,
+    ),
+    Case("selected", lambda m: Transport(prior=Selected(m.index(7, 4, 7, 3)))),
+    Case(
+        "selected blocks, gqa, entmax",
+        lambda m: Transport(
+            Tsallis(1.5), prior=Selected(m.index(3, 2, 1, 5, 4), block=4) * Causal("bottom_right"), temperature=0.5
+        ),
+        lambda m: {"enable_gqa": True},
+        Hkv=2,
+        Tq=5,
+        Tk=9,
+        sensitivity=2,
+    ),
+    Case("prefix or causal", lambda m: Transport(prior=Prefix(torch.tensor([2, 5])) | Causal())),
+    Case(
+        "prefix or window, entmax",
+        lambda m: Transport(Tsallis(1.5), prior=(Prefix(2) | Window(2)) * Causal("bottom_right")),
+        Tq=5,
+        Tk=9,
+        sensitivity=2,
+    ),
+    Case(
+        "blocks, sink",
+        lambda m: Transport(prior=Blocks(m.mask(4, 3, 3), 3), marginal=Rows(sink=m.normal("sink", 4))),
+        lambda m: {"attn_mask": m.normal("attn_mask", 7, 7)},
+    ),
+    Case(
+        "union over tiles",
+        lambda m: Transport(
+            prior=(Prefix(3) | Window(20, alignment="bottom_right") | Blocks(m.mask(2, 7, 7), 10) * Causal())
+            * Relative(m.normal("table", 2, 9))
+        ),
+        B=1,
+        H=2,
+        Hkv=1,
+        Tq=66,
+        Tk=70,
+        arguments=lambda m: {"enable_gqa": True},
+    ),
+    Case(
+        "by keys",
+        lambda m: Transport(
+            prior=Causal(), temperature=ByKeys(m.uniform("slope", 0.5, 1, 4), m.uniform("offset", 0.3, 0.5, 4))
+        ),
+    ),
+    Case(
+        "by keys, entmax, documents",
+        lambda m: Transport(
+            Tsallis(1.5),
+            prior=Window(3, 1) * Documents(torch.tensor([[0, 0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1, -1]])),
+            temperature=ByKeys(
+                m.uniform("slope", 0.5, 1), m.uniform("offset", 0.3, 0.5, 4, 1, 1), m.uniform("power", 0.8, 1.5, 4)
+            ),
+        ),
+        lambda m: {"attn_mask": m.mask(2, 1, 1, 7)},
+        sensitivity=2,
+    ),
+    Case(
+        "by keys, sink, density",
+        lambda m: Transport(
+            prior=(Prefix(2) | Causal("top_left")) * m.silent(2, 1, 5, 9),
+            marginal=Rows(sink=m.normal("sink", 4)),
+            temperature=ByKeys(m.uniform("slope", 0.5, 1, 2, 1, 1, 1), 0.4),
+        ),
+        Tq=5,
+        Tk=9,
+    ),
+    Case(
+        "every structure",
+        lambda m: Transport(prior=every_structure(m, 2), temperature=m.uniform("temperature", 0.5, 2, 4, 1, 1)),
+        lambda m: {"enable_gqa": True, "attn_mask": m.normal("attn_mask", 2, 1, 1, 9)},
+        Hkv=2,
+        Tq=5,
+        Tk=9,
+    ),
+    Case(
+        "every structure, entmax sink, softcap",
+        lambda m: Transport(
+            Tsallis(m.uniform("alpha", 1.3, 1.7)),
+            prior=every_structure(m, 4),
+            marginal=Rows(sink=m.normal("sink", 4)),
+            temperature=ByKeys(m.uniform("slope", 0.5, 1, 4), 0.5),
+        ),
+        lambda m: {"softcap": 3.0},
+        Tq=5,
+        Tk=9,
+        sensitivity=2,
+    ),
+    Case(
+        "every structure, one query",
+        lambda m: Transport(
+            prior=Decay(m.uniform("forget", -1, -0.1, 2, 4, 13), "bottom_right")
+            * Relative(m.normal("table", 4, 9))
+            * m.factors((4, 1, 3), (2, 13, 3))
+            * Density(m.uniform("density", 0.1, 1, 2, 1, 1, 13))
+            * Selected(m.index(5, 2, 1, 1, 3), block=3)
+        ),
+        lambda m: {"enable_gqa": True},
+        Hkv=2,
+        Tq=1,
+        Tk=13,
+    ),
+]
+
 CASES = [
     Case("softmax"),
     Case("scale", arguments=lambda m: {"scale": 0.9}),
@@ -98,6 +338,33 @@ CASES = [
     Case("[B, T, H, D] views", strided=True, arguments=lambda m: {"is_causal": True, "enable_gqa": True}, Hkv=2),
     Case("softcap", arguments=lambda m: {"softcap": 1.5, "scale": 1.0}),
     Case("softcap, mask", arguments=lambda m: {"softcap": 1.5, "attn_mask": m.normal("attn_mask", 7, 7)}),
+    Case("cosine", arguments=lambda m: {"score": "cosine", "scale": 4.0}),
+    Case("cosine, gqa, causal", None, lambda m: {"score": "cosine", "is_causal": True, "enable_gqa": True}, Hkv=2),
+    Case("cosine, softcap", arguments=lambda m: {"score": "cosine", "softcap": 0.5}),
+    Case("euclidean", arguments=lambda m: {"score": "euclidean"}),
+    Case(
+        "euclidean, gqa, empty rows",
+        None,
+        lambda m: {"score": "euclidean", "attn_mask": m.mask(4, 9, 5), "enable_gqa": True},
+        Hkv=2,
+        Tq=9,
+        Tk=5,
+    ),
+    Case(
+        "euclidean, sink",
+        lambda m: Transport(marginal=Rows(sink=m.normal("sink", 4)), prior=Causal()),
+        lambda m: {"score": "euclidean", "scale": 0.5},
+    ),
+    Case(
+        "euclidean, free",
+        lambda m: Transport(marginal=Free(m.uniform("offset", 1, 2, 4))),
+        lambda m: {"score": "euclidean"},
+    ),
+    Case(
+        "euclidean, entmax",
+        lambda m: Transport(Tsallis(1.5), prior=Bias(m.normal("bias", 7)), temperature=0.7),
+        lambda m: {"score": "euclidean", "softcap": 5.0},
+    ),
     Case("temperature", lambda m: Transport(temperature=0.3)),
     Case("temperature per head", lambda m: Transport(temperature=m.uniform("temperature", 0.5, 2, m.case.H, 1, 1))),
     Case(
@@ -198,6 +465,7 @@ CASES = [
     ),
     Case("your own", lambda m: Transport(custom(), prior=Causal()), sensitivity=2),
     Case("your own, sink", lambda m: Transport(custom(), marginal=Rows(sink=m.normal("sink", 4)), temperature=0.8)),
+    *STRUCTURED,
 ]
 
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -73,6 +73,24 @@ MODELS = {
         2,
     ),
 }
+# Other layouts of the query and key weights
+PLAIN = {name: value for name, value in DECODER.items() if name != "head_dim"}
+LATENT = PLAIN | {"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 8, "v_head_dim": 5}
+LATENT |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "experts_implementation": "eager", "moe_intermediate_size": 16}
+LATENT |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+ALIKE = {name: value for name, value in PLAIN.items() if name != "num_key_value_heads"}
+LAYOUTS = {
+    "olmo2": (hf.Olmo2ForCausalLM, lambda: hf.Olmo2Config(**PLAIN), 2),
+    "phi3": (hf.Phi3ForCausalLM, lambda: hf.Phi3Config(**PLAIN), 2),
+    "gpt_neox": (hf.GPTNeoXForCausalLM, lambda: hf.GPTNeoXConfig(**ALIKE), 2),
+    "modernbert": (
+        hf.ModernBertForMaskedLM,
+        lambda: hf.ModernBertConfig(**ALIKE, global_attn_every_n_layers=1, cls_token_id=1, sep_token_id=2),
+        2,
+    ),
+    "deepseek_v3": (hf.DeepseekV3ForCausalLM, lambda: hf.DeepseekV3Config(**LATENT), 2),
+    "deepseek_v2": (hf.DeepseekV2ForCausalLM, lambda: hf.DeepseekV2Config(**LATENT | {"q_lora_rank": None}), 2),
+}
 DECODERS = ["llama", "gpt2", "mistral", "gemma2", "gemma3", "qwen3", "gpt_oss"]
 EAGER_ONLY = ("gemma2", "gpt_oss")  # PyTorch's own attention has neither softcap nor sinks
 

@@ -43,36 +43,92 @@ def f_and_link(regularizer):
     return regularizer.user_f, link
 
 
+def parts_of(prior):
+    """The priors that a product or a union is made of."""
+    if isinstance(prior, regard.priors.Product | regard.priors.Union):
+        return [leaf for part in prior.parts for leaf in parts_of(part)]
+    return [] if prior is None else [prior]
+
+
+def mask_of(prior, i, j, B, H):
+    """Where a prior of 0 and 1 admits a pair, broadcastable to [B, H, Tq, Tk]; None for a prior of another kind. `i`
+    are the positions of the queries, `j` those of the keys."""
+    Tq, Tk = len(i), j.shape[1]
+    if isinstance(prior, regard.priors.Product | regard.priors.Union):
+        masks = [mask_of(part, i, j, B, H) for part in prior.parts]
+        if any(mask is None for mask in masks):
+            return None
+        masks = torch.stack([mask.expand(B, H, Tq, Tk) for mask in masks])
+        return masks.all(0) if isinstance(prior, regard.priors.Product) else masks.any(0)
+    if isinstance(prior, regard.Causal):
+        return j <= i
+    if isinstance(prior, regard.Window):
+        after = torch.ones_like(j >= i) if prior.left is None else j >= i - prior.left
+        return after if prior.right is None else after & (j <= i + prior.right)
+    if isinstance(prior, regard.Documents):
+        q = prior.query_ids.view(-1, Tq)
+        k = q if prior.key_ids is None else prior.key_ids.view(-1, Tk)
+        return ((q[:, :, None] == k[:, None]) & (q[:, :, None] >= 0))[:, None]
+    if isinstance(prior, regard.Prefix):
+        return j < torch.as_tensor(prior.n).view(-1, 1, 1, 1)
+    if isinstance(prior, regard.Blocks):
+        return prior.map[..., torch.arange(Tq)[:, None] // prior.size, torch.arange(Tk) // prior.size]
+    if isinstance(prior, regard.Selected):
+        return (prior.index[..., None] == torch.arange(Tk) // prior.block).any(-2)
+    return None
+
+
 def log_prior_matrix(prior, is_causal, attn_mask, B, H, Tq, Tk):
     result = torch.zeros(B, H, Tq, Tk, dtype=torch.float64)
-    factors = [] if prior is None else list(prior.factors())
-    alignment = next((f.alignment for f in factors if getattr(f, "alignment", None)), "top_left")
+    factors = list(prior.parts) if isinstance(prior, regard.priors.Product) else [] if prior is None else [prior]
+    alignments = [leaf.alignment for leaf in parts_of(prior) if getattr(leaf, "alignment", None)]
     if is_causal:
         factors.append(regard.Causal("top_left"))
-    offset = Tk - Tq if alignment == "bottom_right" else 0
+    offset = Tk - Tq if "bottom_right" in alignments else 0
     i, j = torch.arange(Tq)[:, None] + offset, torch.arange(Tk)[None]
     for factor in factors:
-        if isinstance(factor, regard.Causal):
-            result = result.masked_fill(j > i, -math.inf)
-        elif isinstance(factor, regard.Window):
-            if factor.left is not None:
-                result = result.masked_fill(j < i - factor.left, -math.inf)
-            if factor.right is not None:
-                result = result.masked_fill(j > i + factor.right, -math.inf)
+        mask = mask_of(factor, i, j, B, H)
+        if mask is not None:
+            result = result.masked_fill(~mask, -math.inf)
         elif isinstance(factor, regard.ALiBi):
             slopes = torch.as_tensor(factor.slopes, dtype=torch.float64).detach().view(-1, 1, 1)
             result = result - slopes * (i - j).abs()
         elif isinstance(factor, regard.Bias):
             result = result + factor.log_prior.detach().double()
-        elif isinstance(factor, regard.Documents):
-            q = factor.query_ids.view(-1, Tq)
-            k = q if factor.key_ids is None else factor.key_ids.view(-1, Tk)
-            same = (q[:, :, None] == k[:, None]) & (q[:, :, None] >= 0)
-            result = result.masked_fill(~same[:, None], -math.inf)
+        elif isinstance(factor, regard.Relative):
+            table = factor.table.detach().double()
+            reach = table.shape[-1] // 2
+            result = result + table[..., (j - i).clamp(-reach, reach) + reach]
+        elif isinstance(factor, regard.LowRank):
+            a, b = factor.query_factor.detach().double(), factor.key_factor.detach().double()
+            if b.dim() > 2 and 1 < b.shape[-3] < H:
+                b = b.repeat_interleave(H // b.shape[-3], -3)
+            result = result + (a[..., :, None, :] * b[..., None, :, :]).sum(-1)
+        elif isinstance(factor, regard.Decay):
+            # log pi is the sum of the gates after key j, up to the query's position.
+            gates, key = factor.log_forget.detach().double(), torch.arange(Tk)
+            between = ((key > j[..., None]) & (key <= i[..., None])).double()  # [Tq, Tk, Tk]
+            result = result + torch.einsum("...l,ijl->...ij", gates, between)
+            result = result.masked_fill(j > i, -math.inf)
+        elif isinstance(factor, regard.Density):
+            result = result + factor.prior.detach().double().log()
+        else:
+            raise NotImplementedError(repr(factor))
     if attn_mask is not None:
         masked = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask == -math.inf
         result = result.masked_fill(masked, -math.inf)
     return result
+
+
+def temperature_of(problem, log_prior):
+    """[B, H, Tq, 1]; the rule ByKeys gives the inverse from the number of admissible keys."""
+    B, H, Tq, _ = log_prior.shape
+    rule = problem.temperature
+    if not isinstance(rule, regard.ByKeys):
+        return per_row(rule, B, H, Tq)
+    slope, offset, power = (per_row(value, B, H, Tq) for value in (rule.slope, rule.offset, rule.power))
+    keys = (log_prior > -math.inf).sum(-1, keepdim=True).double()
+    return 1 / (offset + slope * torch.where(keys > 1, keys, 1.0).log() ** power)
 
 
 def per_row(value, B, H, Tq):
@@ -81,21 +137,47 @@ def per_row(value, B, H, Tq):
     return value.expand(B, H, Tq, 1)
 
 
-def truth(query, key, value, attn_mask=None, is_causal=False, scale=None, problem=None, softcap=None, **_) -> Truth:
+def scores_of(q, k, score, scale):
+    """The scores before softcap and mask, [..., Tq, Tk]: a loop over the definitions, without products of norms."""
+    D = q.shape[-1]
+    if score == "cosine":
+        q, k = (t / t.norm(dim=-1, keepdim=True).clamp(min=1e-12) for t in (q, k))
+        return q @ k.mT * (1.0 if scale is None else scale)
+    scale = 1 / math.sqrt(D) if scale is None else scale
+    if score == "euclidean":
+        return -scale * (q[..., :, None, :] - k[..., None, :, :]).square().sum(-1) / 2
+    return q @ k.mT * scale
+
+
+def truth(
+    query,
+    key,
+    value,
+    attn_mask=None,
+    is_causal=False,
+    scale=None,
+    problem=None,
+    softcap=None,
+    score="dot",
+    key_scale=None,
+    **_,
+) -> Truth:
     q, k, v = (t.detach().double() for t in (query, key, value))
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    B, H, Tq, D = q.shape
+    B, H, Tq, _ = q.shape
     Tk = k.shape[2]
     problem = regard.Transport() if problem is None else problem
-    s = q @ k.mT * (1 / math.sqrt(D) if scale is None else scale)
+    s = scores_of(q, k, score, scale)
+    if key_scale is not None:
+        s = s * key_scale.detach().double()[..., None, :]
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         s = s + attn_mask.detach().double()
     log_prior = log_prior_matrix(problem.prior, is_causal, attn_mask, B, H, Tq, Tk)
     s = s.masked_fill(log_prior == -math.inf, 0.0)
-    tau = per_row(problem.temperature, B, H, Tq)
+    tau = temperature_of(problem, log_prior)
     p, null, dual = solve(s, log_prior, tau, problem)
     return Truth(p @ v, p, null, s, log_prior, dual, tau)
 

@@ -20,13 +20,16 @@ def normal(*shape, seed=0, scale=1.0):
 
 @by_case
 @by_backend
-def test_key_scale_multiplies_keys(case, backend):
+def test_key_scale_multiplies_the_scores_of_keys(case, backend):
     built = build(case)
     skip_unless_served(backend, built)
     multiplier = normal(case.B, case.H, case.Tk, seed=1)
     group = case.H // case.Hkv
-    keys = built.key.repeat_interleave(group, 1) * multiplier[..., None]
-    expected = truth(built.query, keys, built.value.repeat_interleave(group, 1), **built.arguments)
+    expected = truth(built.query, built.key, built.value, **built.arguments, key_scale=multiplier)
+    if "score" not in built.arguments:  # a dot product with a scaled key
+        keys = built.key.repeat_interleave(group, 1) * multiplier[..., None]
+        same = truth(built.query, keys, built.value.repeat_interleave(group, 1), **built.arguments)
+        assert_close(same.out, expected.out, double)
     out = regard.attention(
         built.query, built.key, built.value, **built.arguments, key_scale=multiplier, backend=backend
     )

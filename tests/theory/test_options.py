@@ -10,14 +10,14 @@ from regard import geometry
 from regard.arguments import DEFAULTS, AttentionOptions
 
 SCORE = {"attn_mask": None, "is_causal": False, "scale": None, "enable_gqa": False}
-PLAN = SCORE | {"problem": None, "softcap": None, "key_scale": None, "backend": "auto"}
+PLAN = SCORE | {"problem": None, "softcap": None, "key_scale": None, "score": "dot", "backend": "auto"}
 x = torch.zeros(1, 1, 2, 2)
 FUNCTIONS = {
     "estimate": (regard.estimate, (x, x, x), PLAN),
     "evidence": (regard.evidence, (x, x), PLAN | {"level": 0.05}),
     "fisher_vector_product": (geometry.fisher_vector_product, (x, x, x), SCORE),
     "free_energy_hvp": (geometry.free_energy_hvp, (x, x, x), SCORE),
-    "jvp": (geometry.jvp, (x, x, x, (x, None, None)), SCORE | {"softcap": None}),
+    "jvp": (geometry.jvp, (x, x, x, (x, None, None)), SCORE | {"softcap": None, "score": "dot"}),
 }
 
 

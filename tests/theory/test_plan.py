@@ -10,7 +10,7 @@ from regard import KL, ALiBi, Bias, Causal, Documents, FDivergence, FermiDirac, 
 from support.cases import CASES, build, by_case
 from support.reference import truth
 
-WINDOW_ARGUMENTS = ("attn_mask", "is_causal", "scale", "enable_gqa", "problem", "softcap")
+WINDOW_ARGUMENTS = ("attn_mask", "is_causal", "scale", "enable_gqa", "problem", "softcap", "score")
 
 
 def scores(*shape, dtype=torch.float64):

@@ -28,7 +28,7 @@ from .._compat import (
 from ..backends import BACKENDS
 from ..backends.derivatives import differentiable
 from ..backends.derivatives import tangents as tangents_of
-from ..form import Form
+from ..form import UNBATCHED, Form
 from ..statistics import DIFFERENTIABLE
 from .batched import one_by_one, per_sample
 from .library import with_saved
@@ -95,7 +95,7 @@ class Attend(torch.autograd.Function):
     ) -> tuple:
         V = info.batch_size
         B = _logical_batch(slots, in_dims[4:], tensors)
-        folded = [_fold(t, d, V, B, s in _PER_SAMPLE) for s, t, d in zip(slots, tensors, in_dims[4:], strict=True)]
+        folded = [_fold(s, t, d, V, B, s in _PER_SAMPLE) for s, t, d in zip(slots, tensors, in_dims[4:], strict=True)]
         outputs = Attend.apply(form.without_tensors(), slots, names, backend, *folded)
         return tuple(o.unflatten(0, (V, B)) for o in outputs), (0,) * len(outputs)
 
@@ -206,7 +206,7 @@ class AttendBackward(torch.autograd.Function):
         B = _logical_batch(plan.slots, dims[:n], tensors[:n])
         # A needed slot gets a gradient per sample, even where the samples share its value.
         folded = [
-            _fold(t, d, V, B, i >= n or plan.slots[i] in (*_PER_SAMPLE, *plan.needed))
+            _fold(plan.slots[i] if i < n else "", t, d, V, B, i >= n or plan.slots[i] in (*_PER_SAMPLE, *plan.needed))
             for i, (t, d) in enumerate(zip(tensors, dims, strict=True))
         ]
         found = AttendBackward.apply(dataclasses.replace(plan, form=plan.form.without_tensors()), *folded)
@@ -271,9 +271,11 @@ def _logical_batch(slots: tuple, dims: tuple, tensors: tuple) -> int:
 _PER_SAMPLE = ("query", "key", "value")  # never broadcast over the batch
 
 
-def _fold(tensor: Tensor, dim: int | None, V: int, B: int, expand: bool) -> Tensor:
+def _fold(slot: str, tensor: Tensor, dim: int | None, V: int, B: int, expand: bool) -> Tensor:
     """Fold vmap's dimension into the batch: [V, B, ...] -> [V * B, ...]. A tensor that the samples share may stay
-    broadcast."""
+    broadcast. A slot without a batch dimension is shared by all (its values are never batched: form.py)."""
+    if slot in UNBATCHED:
+        return tensor
     if dim is None:
         if tensor.shape[0] == 1 and not expand:
             return tensor

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from .._validate import describe
 from ..form import Form
 from .base import READOUT, Backend
-from .native import Native
+from .native import Native, warn_if_missing
 from .reference import Reference
 from .sdpa import Stock
 
@@ -42,6 +42,8 @@ def choose(form: Form, names: tuple[str, ...], backend: str = "auto") -> tuple[s
         if reason is None:
             return name, reasons
         reasons[name] = reason
+        assert form.query is not None
+        warn_if_missing(form.query)
     raise NotImplementedError(f"no backend can serve this problem: {reasons}")
 
 

@@ -118,12 +118,11 @@ class Reference(Backend):
         with torch.inference_mode(False), full_precision(form), torch.enable_grad():
             tensors, outputs, grads = (_recordable(given) for given in (form.tensors(), outputs, grads))
             form = form.with_tensors(tensors)
-            totals = {name: torch.zeros_like(tensors[name], dtype=form.dtype) for name in needed}
+            wide = {name: torch.promote_types(tensors[name].dtype, form.dtype) for name in needed}
+            totals = {name: torch.zeros_like(tensors[name], dtype=wide[name]) for name in needed}
             for where in blocks(form):
                 block = form.cut(*where)
-                leaves = {
-                    n: t.detach().to(form.dtype).requires_grad_() for n, t in block.tensors().items() if n in needed
-                }
+                leaves = {n: t.detach().to(wide[n]).requires_grad_() for n, t in block.tensors().items() if n in needed}
                 mu = outputs["mu"][where[:3]].detach()[..., None]
                 results = attend(block.with_tensors(leaves), names, mu)
                 varied = [n for n in names if results[n].requires_grad]  # without keys, lse and entropy are constants

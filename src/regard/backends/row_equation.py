@@ -41,6 +41,8 @@ class RowEquation:
     form: Form
     shift: Scalar = 0.0  # lambda = anchor + mu - origin + shift
     null_log_prior: Tensor | None = None  # of the null key: 0, minus the common factor taken out of the prior
+    silent: Tensor | None = None  # the density where it is 0 and the key is read, 0 elsewhere; None without a density
+    silent_scores: Tensor | None = None  # the scores of those keys, which `scores` does not hold
 
     @property
     def origin(self) -> Scalar:
@@ -57,6 +59,7 @@ class RowEquation:
             temperature=detach(self.temperature),
             marginal_parameter=detach(self.marginal_parameter),
             shift=detach(self.shift),
+            silent=None,  # of value 0
             regularizer=replace(self.form, parameters=[detach(x) for x in self.form.parameters]).regularizer,
         )
 
@@ -84,7 +87,19 @@ class RowEquation:
         return x if self.admissible is None else torch.where(self.admissible, x, other)
 
     def weights(self, mu: Tensor) -> Tensor:
-        return self.masked(self.regularizer.weights(self.price(self.scores, mu), self.log_prior), 0.0)
+        return self.masked(self.regularizer.weights(self.price(self.scores, mu), self.log_prior), 0.0) + self.silence(
+            mu
+        )
+
+    def silence(self, mu: Tensor) -> Tensor | float:
+        """The weights of keys of density 0: their values are 0, their derivatives by the density are not."""
+        if self.silent is None or self.silent_scores is None:
+            return 0.0
+        t = self.price(self.silent_scores, mu)
+        # link(t) of such a key may overflow, because its score has no part in the price: 0 * inf would be NaN.
+        over = self.regularizer.weights(t.detach(), self.log_prior).isinf()
+        ratio = self.regularizer.weights(torch.where(over, 0.0, t), self.log_prior)
+        return self.silent * torch.where(over, torch.finfo(t.dtype).max, ratio)
 
     def null(self, mu: Tensor) -> Tensor | None:
         """The null key's weight: it has the prior 1."""
@@ -96,6 +111,8 @@ class RowEquation:
         """Mass taken, mass to be taken, and sum(w) + kappa, each [B, H, Tq, 1]."""
         p, w = self.regularizer.weights_and_slopes(self.price(self.scores, mu), self.log_prior)
         taken, slope = self.masked(p, 0.0).sum(-1, keepdim=True), self.masked(w, 0.0).sum(-1, keepdim=True)
+        if self.silent is not None:
+            taken = taken + torch.as_tensor(self.silence(mu)).sum(-1, keepdim=True)
         target = torch.full_like(taken, self.form.mass)
         if self.form.marginal == "sink":
             p, w = self.regularizer.weights_and_slopes(
@@ -132,13 +149,22 @@ def solve_rows(form: Form, scores: Tensor, mu: Tensor | None = None, order: int 
         raise NotImplementedError("RowsAndColumns: its rows depend on one another and cannot be solved one by one here")
     B, H, Tq, Tk = scores.shape
     device = scores.device
-    admissible = form.admissible(Tq, Tk, device)
-    log_prior = form.log_prior(Tq, Tk, scores.dtype, device)
+    read = admissible = form.admissible(Tq, Tk, device)
+    log_prior = form.log_prior(Tq, Tk, scores.dtype, device, with_density=False)
+    silent = None
+    if form.density is not None and Tk > 0:
+        # log(density) joins the log-prior where the density is positive; elsewhere the key is masked, but for `silent`.
+        density = form.density.to(scores.dtype)
+        positive = density > 0
+        terms = torch.where(positive, density, 1.0).log()
+        log_prior = terms if log_prior is None else log_prior + terms
+        silent = torch.where(positive if read is None else positive | ~read, 0.0, density)
+        admissible = positive if read is None else read & positive
     if Tk == 0:  # solve one masked key in place of no key
         scores, log_prior = scores.new_zeros(B, H, Tq, 1), None
-        admissible = torch.zeros(1, dtype=torch.bool, device=device)
-    if admissible is not None and log_prior is not None:
-        log_prior = torch.where(admissible, log_prior, 0.0)
+        read = admissible = torch.zeros(1, dtype=torch.bool, device=device)
+    if read is not None and log_prior is not None:
+        log_prior = torch.where(read, log_prior, 0.0)
     temperature, cold = form.temperature, None
     if form.hard:
         cold = torch.as_tensor(temperature, dtype=scores.dtype, device=device) == 0
@@ -152,11 +178,13 @@ def solve_rows(form: Form, scores: Tensor, mu: Tensor | None = None, order: int 
     rows = rows.without_common_prior()
     anchor, first_price = _anchor(rows.detached())
     if form.marginal == "rows":  # admissible keys whose scores are all -inf: 0/0
-        read = torch.ones_like(anchor, dtype=torch.bool) if admissible is None else admissible.any(-1, keepdim=True)
-        anchor = torch.where((anchor == -math.inf) & read, math.nan, anchor)
+        some = torch.ones_like(anchor, dtype=torch.bool) if admissible is None else admissible.any(-1, keepdim=True)
+        anchor = torch.where((anchor == -math.inf) & some, math.nan, anchor)
     # Idle rows are those whose plan does not depend on the price.
     idle = anchor == -math.inf if full is None else (anchor == -math.inf) | full
     rows.anchor = torch.where(idle, 0.0, anchor)
+    if silent is not None:  # a row without a price has no derivative
+        rows.silent = silent if form.marginal == "free" else torch.where(idle, 0.0, silent)
     # A temperature divides the scores: a mask entry at the lowest finite number would overflow, and derivatives would
     # contain 0 * inf. (clamp is not used, because its derivative at NaN is 0.)
     lowest, rows.scores = -torch.finfo(scores.dtype).max * 1e-10, scores - rows.anchor
@@ -168,8 +196,10 @@ def solve_rows(form: Form, scores: Tensor, mu: Tensor | None = None, order: int 
         fixed = rows.detached()
         mu = _closed_form(fixed) if form.family == "kl" else _search(fixed, first_price - anchor, idle)
         mu = torch.where(idle, 0.0, mu)
-    if admissible is not None:  # t = 0 where a key is not admissible: an infinity would make derivatives NaN
-        rows.scores = torch.where(admissible, rows.scores, mu.detach())
+    if read is not None:  # t = 0 where a key is not admissible: an infinity would make derivatives NaN
+        rows.scores = torch.where(read, rows.scores, mu.detach())
+    if silent is not None and admissible is not None:  # the same for keys of density 0, whose scores may be the largest
+        rows.silent_scores, rows.scores = rows.scores, torch.where(admissible, rows.scores, mu.detach())
     start = mu.detach()
     for _ in range(order if form.marginal != "free" else 0):
         taken, target, slope = rows.sides(mu)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import ClassVar
 
@@ -34,6 +35,8 @@ class Stock(Backend):
             return "has no temperature 0"
         if form.softcap is not None:
             return "has no softcap"
+        if form.density is not None and form.density.requires_grad:
+            return "has no gradient of a density at 0"
         if form.dropout_p > 0:
             return "has its own dropout mask, not the one shared by the backends"
         statistics = [name for name in names if name != "out"]
@@ -54,8 +57,9 @@ class Stock(Backend):
             if form.value.shape[-1] != form.query.shape[-1] or any(b.requires_grad for b in biases):
                 return "would store the Tq x Tk scores (Dv differs from D, or a mask needs a gradient)"
         if not _plain_causal(form) and _needs_matrix(form):
-            pieces = (form.mask, form.score_bias, form.slopes, form.query_ids, *form.log_priors)
-            copies = torch.broadcast_shapes(*(t.shape[:2] for t in pieces if t is not None), (1, 1))
+            used = ("query", "key", "value", "tiles")
+            pieces = [t.shape[:2] for name, t in form.tensors().items() if name not in used]
+            copies = torch.broadcast_shapes(*pieces, (1, 1))
             if math.prod(copies) * Tq * Tk > MASK_LIMIT:
                 return "would need a large Tq x Tk mask"
         return None
@@ -111,15 +115,16 @@ class Stock(Backend):
 
 def _plain_causal(form: Form) -> bool:
     """Whether the prior is plain causal, the one structured prior that PyTorch supports."""
-    only_band = form.mask is form.score_bias is form.slopes is form.query_ids is None and not form.log_priors
-    return only_band and form.left is None and form.right == 0 and form.offset == 0
+    if form.left is not None or form.right != 0 or form.offset != 0 or form.weighted:
+        return False
+    return form.mask is form.score_bias is form.query_ids is form.selected is form.tile_map is None
 
 
 def _needs_matrix(form: Form) -> bool:
     """Whether a Tq x Tk mask must be built for the prior. (A mask that was given costs nothing more.)"""
-    structured = form.left is not None or form.right is not None or form.slopes is not None
-    pieces = sum(t is not None for t in (form.mask, form.score_bias, form.query_ids, *form.log_priors))
-    return structured or form.query_ids is not None or pieces > 1
+    given = sum(t is not None for t in (form.mask, form.score_bias, *form.log_priors))
+    plain = dataclasses.replace(form, mask=None, score_bias=None, log_priors=[])
+    return plain.has_prior or given > 1
 
 
 def _mask(form: Form) -> Tensor | None:

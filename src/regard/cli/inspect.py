@@ -10,10 +10,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ..inspection.command import Refused, examine, judge, limits, read_record
+from ..inspection.command import Refused, check_models, check_run, examine, judge, limits, read_record, read_source
 from ..inspection.findings import Finding, find, verdict
 from ..inspection.report import incomparable, labels, to_html
-from .terminal import check_output, fail, plain_table, write_output
+from .terminal import check_outputs, fail, plain_table, write_outputs
 
 COLOURS = {"alarm": "bold red", "warning": "yellow", "note": ""}
 COMPARED = ("normalized_entropy", "first_key_mass")  # statistics of which --compare shows the largest difference
@@ -31,6 +31,13 @@ def inspect(
     as_json: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this path.")] = None,
     compare: Annotated[str | None, typer.Option(help="A second model, or numbers that --json wrote.")] = None,
     run: Annotated[Path | None, typer.Option(help="Save the state in this file, and continue from it.")] = None,
+    problem: Annotated[
+        str | None,
+        typer.Option(
+            help="Give MODEL (not --compare) this attention, as in 'Transport(Tsallis(1.5))', or as JSON.",
+            metavar="TEXT",
+        ),
+    ] = None,
     fail_on: Annotated[
         list[str] | None,
         typer.Option(
@@ -50,21 +57,22 @@ def inspect(
     console, errors = Console(), Console(stderr=True)
 
     def say(message: str) -> None:
-        errors.print(Text(message))  # Text: brackets in a name are not markup
+        errors.print(Text(message), soft_wrap=True)  # Text: brackets in a name are not markup
 
     try:
         fails = judge(fail_on or [])
         arguments: dict[str, Any] = {
-            "text": text,
-            "tokens": tokens,
+            "source": read_source(text, tokens),
             "length": length,
             "limit": limit,
             "trust_remote_code": trust_remote_code and not no_trust_remote_code,
             "thresholds": limits(threshold or []),
         }
-        check_output(out, as_json, run)
-        other = read_record(Path(compare)) if compare is not None and compare.endswith(".json") else None
-        record = examine(model, run=run, say=say, **arguments)
+        check_outputs({"--out": out, "--json": as_json, "--run": run})
+        check_run(run)
+        other = read_record(Path(compare), "--compare") if compare is not None and compare.endswith(".json") else None
+        check_models([model] if compare is None or other is not None else [model, compare])
+        record = examine(model, run=run, problem=problem, say=say, **arguments)
         if compare is not None and other is None:
             other = examine(compare, run=None, say=say, **arguments)
     except Refused as refusal:
@@ -72,10 +80,13 @@ def inspect(
     show_inspection(record, console)
     if other is not None:
         show_comparison(record, other, console)
-    if as_json is not None:
-        write_output(as_json, json.dumps(record, allow_nan=False) + "\n", "numbers", console)
-    if out is not None:
-        write_output(out, to_html(record, other), "report", console)
+    write_outputs(
+        {
+            "--json": (as_json, lambda: json.dumps(record, allow_nan=False) + "\n", "numbers"),
+            "--out": (out, lambda: to_html(record, other), "report"),
+        },
+        console,
+    )
     raise typer.Exit(1 if any(fails(found) for found in record["findings"]) else 0)
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from ..inspection.command import Refused, read_any
 from ..inspection.report import to_html, training_html, training_verdict
 from .inspect import COLOURS, show_inspection
-from .terminal import check_output, fail, plain_table, write_output
+from .terminal import check_outputs, fail, plain_table, write_outputs
 
 METRICS = (("entropy_norm", "p10"), ("entropy_norm", "p50"), ("max_score", "all"), ("first_key_mass", "p90"))
 MOST_EVENTS = 12
@@ -26,7 +26,7 @@ def report(
 ) -> None:
     """Show how the attention of a model changed during training: layers over steps, and events."""
     console = Console()
-    check_output(out)
+    check_outputs({"--out": out})
     try:
         kind, record = read_any(run)
     except Refused as refusal:
@@ -35,8 +35,8 @@ def report(
         show_training(record, console)
     else:
         show_inspection(record, console)
-    if out is not None:
-        write_output(out, training_html(record) if kind == "training" else to_html(record), "report", console)
+    page = training_html if kind == "training" else to_html
+    write_outputs({"--out": (out, lambda: page(record), "report")}, console)
 
 
 def show_training(record: dict[str, Any], console: Console) -> None:
@@ -73,3 +73,5 @@ def _show_events(events: list[dict[str, Any]], console: Console) -> None:
         console.print(Text.assemble(f"step {event['step']:,}  ", rule, f"  {event['message']}"))
     if len(events) > MOST_EVENTS:
         console.print(Text(f"and {len(events) - MOST_EVENTS} more events, which the report lists", "dim"))
+    for rule, remedy in {str(event["rule"]): str(event["remedy"]) for event in events}.items():
+        console.print(Text(f"what to do about {rule}: {remedy}"))

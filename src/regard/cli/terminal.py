@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -10,6 +11,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from .._files import check_writable, write
 
 
 def plain_table(**options: Any) -> Table:
@@ -23,16 +26,42 @@ def fail(message: object) -> NoReturn:
     raise typer.Exit(2) from None
 
 
-def check_output(*paths: Path | None) -> None:
-    """Exit with an error if a file cannot be written to one of these paths, before anything is computed."""
-    for path in paths:
-        if path is not None and path.is_dir():
-            fail(f"{path}: expected a file, got a folder")
-        if path is not None and not path.resolve().parent.is_dir():
-            fail(f"{path}: there is no folder {path.resolve().parent}")
+def check_outputs(paths: Mapping[str, Path | None]) -> None:
+    """Exit with an error if a file cannot be written to one of these paths, by option, before anything is computed."""
+    taken: dict[Path, str] = {}
+    for option, path in paths.items():
+        if path is None:
+            continue
+        if path.is_dir():
+            fail(f"{option}: expected a file, got the folder {path}")
+        if not path.resolve().parent.is_dir():
+            fail(f"{option}: expected a path in a folder that exists, got {path}: no folder {path.resolve().parent}")
+        if taken.setdefault(path.resolve(), option) != option:
+            fail(f"{option}: expected another file than that of {taken[path.resolve()]}, got {path} for both")
+        try:
+            check_writable(path)
+        except OSError as error:
+            fail(_unwritable(option, path, error))
 
 
-def write_output(path: Path, text: str, what: str, console: Console) -> None:
-    """Write a file, and print its path after the word `what`."""
-    path.write_text(text, encoding="utf-8")
-    console.print(Text(f"{what}: {path}"), soft_wrap=True)
+def write_outputs(files: Mapping[str, tuple[Path | None, Callable[[], str], str]], console: Console) -> None:
+    """Write files, by option: the path (None: no file), a function that returns the text, and a word for it.
+
+    Prints the word and the path of each. If one cannot be written, the others are, and the command exits with an error.
+    """
+    failures = []
+    for option, (path, text, what) in files.items():
+        if path is None:
+            continue
+        try:
+            write(path, text())
+        except OSError as error:
+            failures.append(_unwritable(option, path, error))
+        else:
+            console.print(Text(f"{what}: {path}"), soft_wrap=True)
+    if failures:
+        fail("; ".join(failures))
+
+
+def _unwritable(option: str, path: Path, error: OSError) -> str:
+    return f"{option}: expected a file that can be written, got {path}: {error.strerror}"

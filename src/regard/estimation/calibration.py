@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .._display import html_table
+from .._validate import describe
+
 # What the text says of each special case: of a temperature, and of a key's multiplier.
 _SPECIAL = {
     "separable": "every target has the highest score of its row: the likelihood grows with beta and has no maximum"
@@ -20,7 +23,7 @@ _SPECIAL_KEYS = {
 }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Calibration:
     """What `calibrate` fitted: tensors of shape [] ("global"), [H] ("head") or [Tk] ("key"); float64, on the CPU.
 
@@ -55,26 +58,38 @@ class Calibration:
         return 1 / self.beta
 
     def __str__(self) -> str:
-        keys = self.per == "key"
+        return "\n".join([self._title(), *(f"  {name:<16}{text}" for name, text in self._lines())])
+
+    def __repr__(self) -> str:
+        outcome = f"converged={self.converged}, iterations={self.iterations}, rows={self.rows}"
+        return f"Calibration(per={self.per!r}, beta={describe(self.beta)}, {outcome})"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._title(), self._lines())
+
+    def _title(self) -> str:
         header = f"Calibration per {self.per}" if self.per != "global" else "Calibration, one temperature"
-        lines = [f"{header} from {_count(self.rows, 'row')}"]
+        return f"{header} from {_count(self.rows, 'row')}"
+
+    def _lines(self) -> list[tuple[str, str]]:
+        keys = self.per == "key"
+        lines = []
         if self.beta.numel():
-            name, shown = ("multiplier", self.beta) if keys else ("temperature", self.temperature)
-            lines.append(f"  {name:<16}{_span(shown)}")
+            lines.append(("multiplier", _span(self.beta)) if keys else ("temperature", _span(self.temperature)))
             before, after = _span(self.log_likelihood_before), _span(self.log_likelihood)
-            lines.append(f"  {'log-likelihood':<16}{before} -> {after} per row")
+            lines.append(("log-likelihood", f"{before} -> {after} per row"))
             checked = self.residual[~self.anticorrelated]
             if checked.numel():
-                lines.append(f"  {'moments match':<16}within {float(checked.max()):.1e}")
+                lines.append(("moments match", f"within {float(checked.max()):.1e}"))
         steps = _count(self.iterations, "step")
-        lines.append(f"  {'converged':<16}{'in' if self.converged else 'NO, after'} {steps}")
+        lines.append(("converged", f"{'in' if self.converged else 'NO, after'} {steps}"))
         for name, reason in (_SPECIAL_KEYS if keys else _SPECIAL).items():
             found = getattr(self, name).reshape(-1).nonzero().flatten().tolist()
             if found:
                 first = ", ".join(map(str, found[:8])) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
                 where = f"{self.per} {first}: " if self.beta.numel() > 1 else ""
-                lines.append(f"  {name:<16}{where}{reason}")
-        return "\n".join(lines)
+                lines.append((name, f"{where}{reason}"))
+        return lines
 
 
 def _span(x: Tensor) -> str:

@@ -9,17 +9,18 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from .._display import Displayed
 from .._validate import may_be_zero
 from ..arguments import takes_options
 from ..operator import attention
-from ..problem import Budget, Rows, RowsAndColumns, Transport
+from ..problem import Rows, RowsAndColumns, TemperatureRule, Transport
 from ..regularizers import KL
 from ..statistics import AuxRequest
 from .inputs import EstimationOptions, as_transport, check_level
 
 
-@dataclass(frozen=True, eq=False)
-class Evidence:
+@dataclass(frozen=True, eq=False, repr=False)
+class Evidence(Displayed):
     """Evidence of each row against the null hypothesis "no key is special"; both tensors are [B, H, Tq].
 
     kl      KL divergence of the row from the uniform row over its admissible keys, in nats: log n - entropy
@@ -37,8 +38,8 @@ def evidence(query: Tensor, key: Tensor, *, level: float = 0.05, **options: Unpa
     """Evidence of each row against "no key is special"; there are no values.
 
     `level` is the error probability of the test whose number of draws is returned.
-    Options: `attn_mask`, `is_causal`, `scale`, `enable_gqa`, `problem`, `softcap`, `key_scale` and `backend`, as for
-    `attention`.
+    Options: `attn_mask`, `is_causal`, `scale`, `enable_gqa`, `problem`, `softcap`, `key_scale`, `score` and `backend`,
+    as for `attention`.
 
     A row whose mass is not 1 (sink, relaxed, free, Rows(mass)) is divided by its mass first, over the real keys. A sink
     is supported for KL only, where that quotient is softmax. The null hypothesis is uniform even where the prior is
@@ -57,7 +58,7 @@ def evidence(query: Tensor, key: Tensor, *, level: float = 0.05, **options: Unpa
         raise ValueError(f"problem: expected no sink (only KL may have one), got {problem!r}")
     options["problem"] = problem
     given = problem.temperature
-    every_key_has_mass = exponential and not isinstance(given, Budget) and not may_be_zero(given)
+    every_key_has_mass = exponential and not isinstance(given, TemperatureRule) and not may_be_zero(given)
     request = AuxRequest(entropy=True, support=every_key_has_mass, mass=not every_key_has_mass)
     _, aux = attention(query, key, _one_column(key), **options, return_aux=request)
     assert aux.entropy is not None

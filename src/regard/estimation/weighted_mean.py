@@ -14,6 +14,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from .._display import Displayed
 from .._validate import concrete, is_number
 from ..arguments import takes_options
 from ..operator import attention
@@ -24,8 +25,8 @@ from .inputs import EstimationOptions, as_transport, check_level
 from .student import student_quantile
 
 
-@dataclass(frozen=True, eq=False)
-class Estimate:
+@dataclass(frozen=True, eq=False, repr=False)
+class Estimate(Displayed):
     """The result of `estimate`: one row per query, in the caller's leading dimensions (written here as B, H).
 
     value             [B, H, Tq, Dv], attention's output: the maximum-likelihood v
@@ -65,8 +66,8 @@ class Estimate:
 def estimate(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[EstimationOptions]) -> Estimate:
     """The attended value as a maximum-likelihood estimate, with its variance.
 
-    Options: `attn_mask`, `is_causal`, `scale`, `enable_gqa`, `problem`, `softcap`, `key_scale` and `backend`, as for
-    `attention`.
+    Options: `attn_mask`, `is_causal`, `scale`, `enable_gqa`, `problem`, `softcap`, `key_scale`, `score` and `backend`,
+    as for `attention`.
 
     The model is v_i ~ N(v, I/(beta theta_i)) with theta_i = pi_i exp(s_i/tau), so a prior and a float mask change the
     precision, too. It requires KL with rows that sum to 1; any other problem raises. With n admissible keys,

@@ -35,7 +35,7 @@ def declined(kernel: Kernel, tensors: tuple[Tensor, ...]) -> str | None:
         return "runs on plain CPU tensors only"
     if kernel.projection is not None and kernel.projection.requires_grad:
         return "has no gradient of the directions"
-    return engine.unavailable()
+    return engine.unavailable(tensors[0])
 
 
 def attend(

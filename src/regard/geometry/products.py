@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -76,11 +76,12 @@ def jvp(
     problem: Transport | None = None,
     *,
     softcap: float | None = None,
+    score: Literal["dot", "cosine", "euclidean"] = "dot",
     **options: Unpack[ScoreOptions],
 ) -> tuple[Tensor, Tensor]:
     """The output of `attention` and its tangent, for tangents (dq, dk, dv) of query, key and value; None is 0.
 
-    Options: `attn_mask`, `is_causal`, `scale`, `enable_gqa` and `softcap`, as for `attention`.
+    Options: `attn_mask`, `is_causal`, `scale`, `enable_gqa`, `softcap` and `score`, as for `attention`.
 
     The output comes from the backend that `attention` would choose. The tangent is computed block by block and never
     stores the plan, unless something requires a gradient: autograd then keeps it.
@@ -96,7 +97,7 @@ def jvp(
 
     def attended(moved: dict[str, Tensor]) -> Any:
         q, k, v = (inputs | moved).values()
-        return attention(q, k, v, problem=problem, softcap=softcap, **options)
+        return attention(q, k, v, problem=problem, softcap=softcap, score=score, **options)
 
     if not moving:
         out = attended({})

@@ -7,13 +7,16 @@ files of this package, in the order in which a call passes through them:
     models.py        which modules of a model use transformers' attention interface; errors for models that do not
     masks.py         the mask function: `StructuredMask`, a mask in O(Tq + Tk) memory
     calls.py         the attention function: turns its arguments into a call of the public `regard.attention`
+    checkpoints.py   the registered problem of a model in its checkpoint
+    lengths.py       errors for registered problems that fit one length only
     parameters.py    `Retrofit`: the parameters that `retrofit` adds to one attention
     positions.py     which queries are padding, and the position of each query and key in its sequence
-    passes.py        whether a forward pass is one that activation checkpointing repeats
     interception.py  `Interception`: passes every attention call of a model to a listener while a block runs
     inputs.py        what `inspect` and `retrofit` accept as inputs, as arguments of a model
     entropy.py       `entropies`: the differentiable entropies of a training step, on an interception
+    clipping.py      `qk_clip_`: clips the query and key weights of a whole model
     retrofitting.py  `retrofit`, `unretrofit`: adds parameters to a trained model, and removes them
+    hub.py           whether a model can be fetched by its name
     loading.py       `load`, `from_pretrained`: models from files, folders and names
 
 This package is below `regard.inspection` and imports nothing of it. Transformers is loaded when a name of this package
@@ -28,10 +31,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors; `_NAMES` says the same at run time
     from .calls import HARMLESS, as_call, as_features_call, attend, attention_function, counted_keys
+    from .clipping import qk_clip_
     from .entropy import Entropies, Entropy, entropies
     from .inputs import batches, evaluation_mode, prepared
     from .interception import AttentionCall, Interception, Listener
-    from .loading import EMBEDDED, from_pretrained, load
+    from .loading import EMBEDDED, from_pretrained, load, locate
     from .masks import StructuredMask, make_mask
     from .models import attentions, check, configurations, configurations_of
     from .parameters import RECORD, Retrofit
@@ -41,10 +45,11 @@ if TYPE_CHECKING:  # for type checkers and editors; `_NAMES` says the same at ru
 
 _NAMES = {
     ".calls": ("HARMLESS", "as_call", "as_features_call", "attend", "attention_function", "counted_keys"),
+    ".clipping": ("qk_clip_",),
     ".entropy": ("Entropies", "Entropy", "entropies"),
     ".inputs": ("batches", "evaluation_mode", "prepared"),
     ".interception": ("AttentionCall", "Interception", "Listener"),
-    ".loading": ("EMBEDDED", "from_pretrained", "load"),
+    ".loading": ("EMBEDDED", "from_pretrained", "load", "locate"),
     ".masks": ("StructuredMask", "make_mask"),
     ".models": ("attentions", "check", "configurations", "configurations_of"),
     ".parameters": ("RECORD", "Retrofit"),

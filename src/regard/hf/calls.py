@@ -12,9 +12,10 @@ from .._validate import describe
 from ..features import Features
 from ..operator import attention
 from ..priors import ALiBi, Bias, Causal, Documents, Prior, Window
-from ..problem import Budget, Rows, RowsAndColumns, Transport
+from ..problem import Rows, RowsAndColumns, TemperatureRule, Transport
 from ..regularizers import KL
 from ..statistics import AuxOutput, AuxRequest
+from .lengths import check_lengths, follows_positions, keys_so_far
 from .masks import StructuredMask
 from .parameters import Retrofit, retrofit_of
 
@@ -69,7 +70,7 @@ def attend(module: nn.Module, call: dict[str, Any], request: AuxRequest | None =
     without = Transport(problem.regularizer, prior=problem.prior, temperature=problem.temperature)
     without_null: dict[str, Any] = {**call, "problem": without}
     out, aux = attention(**without_null, return_aux=AuxRequest(lse=True))
-    assert aux.lse is not None and not isinstance(problem.temperature, Budget)
+    assert aux.lse is not None and not isinstance(problem.temperature, TemperatureRule)
     out = (out * retrofit.kept_mass(aux.lse, problem.temperature).unsqueeze(-1)).to(out.dtype)
     if request != AuxRequest():  # the statistics are those of the plan with the null key, before dropout
         whole: dict[str, Any] = {**call, "dropout_p": 0.0}
@@ -140,11 +141,19 @@ def as_call(
         mask = attention_mask.dense() if isinstance(attention_mask, StructuredMask) else attention_mask
         if mask.dtype != torch.bool:
             mask = _with_infinity(mask)
+    cross = getattr(module, "is_cross_attention", False)
+    if Tq == 1 < Tk and causal and not cross and problem is not None and follows_positions(problem.prior):
+        # A decoding step: the query is at the position of the last key that it may read.
+        if mask is not None and mask.shape[-1] > 1:
+            Tk = keys_so_far(mask)
+            mask = mask[..., :Tk]
+        factors.append(Causal("bottom_right"))
     if attention_mask is not None and problem is not None and isinstance(problem.marginal, RowsAndColumns):
         factors += _without_padding_queries(module, attention_mask, mask, Tq, Tk)
     if Tk != key.shape[2]:
         key, value = key[:, :, :Tk], value[:, :, :Tk]
         position_bias = position_bias[..., :Tk] if position_bias is not None else None
+    check_lengths(problem, Tq, Tk)
     if retrofit is not None and retrofit.slopes is not None:
         factors.append(_distance_prior(retrofit.slopes, Tq, Tk, mask, bool(causal)))
     if position_bias is not None:
@@ -235,7 +244,7 @@ def _combined(
     for factor in factors:
         prior = factor if prior is None else prior * factor
     if retrofit is not None and retrofit.log_temperature is not None:
-        if isinstance(temperature, Budget):
+        if isinstance(temperature, TemperatureRule):
             raise ValueError(f'learn: expected a problem with a temperature for "temperature", got {problem!r}')
         temperature = retrofit.temperature(temperature)
     if sink is not None:
@@ -245,7 +254,8 @@ def _combined(
     if retrofit is not None and retrofit.null_weight is not None:
         if sink is not None:
             raise ValueError('learn: expected no "sink" for a model that passes sinks of its own (s_aux)')
-        if not _has_plain_rows(problem) or not isinstance(problem.regularizer, KL) or isinstance(temperature, Budget):
+        plain = _has_plain_rows(problem) and isinstance(problem.regularizer, KL)
+        if not plain or isinstance(temperature, TemperatureRule):
             raise ValueError(
                 f'learn: expected a problem with KL() and plain Rows() for "sink" (elsewhere a null key of weight 0 '
                 f"has no gradient), got {problem!r}"

@@ -10,16 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from .._compat import in_backward
+from .._display import Displayed
 from ..nn.stability import entropy_floor
-from ..problem import Budget, Transport
+from ..problem import Budget, TemperatureRule, Transport
 from ..regularizers import KL
 from ..statistics import AuxRequest
 from .calls import attend, counted_keys
 from .interception import AttentionCall, Interception
 
 
-@dataclass(frozen=True, eq=False)
-class Entropy:
+@dataclass(frozen=True, eq=False, repr=False)
+class Entropy(Displayed):
     """The entropies of one attention's rows, with their gradient."""
 
     name: str
@@ -59,7 +60,7 @@ def entropies(model: nn.Module) -> Iterator[Entropies]:
         if problem is None:
             continue
         plain = isinstance(problem, Transport) and isinstance(problem.regularizer, KL)
-        if not plain or isinstance(problem.temperature, Budget) or not torch.as_tensor(problem.temperature).all():
+        if not plain or isinstance(problem.temperature, Budget) or _is_cold(problem.temperature):
             raise ValueError(
                 f"model: expected one that solves KL() at a temperature above 0 that is no budget, whose entropy has a "
                 f"gradient, got {problem!r}"
@@ -95,3 +96,8 @@ class _EntropyListener:
         rows = None if real is None else real[:, None].to(out.device)
         self.found.append(Entropy(call.name, aux.entropy, keys, rows))
         return out
+
+
+def _is_cold(temperature: object) -> bool:
+    """Whether some row has temperature 0."""
+    return not isinstance(temperature, TemperatureRule) and not bool(torch.as_tensor(temperature).all())

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from ..features import Features
 from ..problem import Transport
 from .calls import as_call, attention_function
+from .checkpoints import check_implementation
 from .models import check, configurations_of
 from .positions import CallStack, Place
-from .registry import TEMPORARY, install, problem_of, remove
+from .registry import TEMPORARY, install, original_name, problem_of, registered_problem, remove
 
 Problem = Transport | Features | None
 
@@ -35,6 +36,7 @@ class AttentionCall:
 
     module: nn.Module
     name: str  # of the module in the model
+    depth: int  # how often the model called this module before in the same pass: layers may share their weights
     layer: int  # number of the module among the model's attentions, or its own `layer_idx`
     problem: Problem  # as registered; None: softmax
     arguments: dict[str, Any]  # of `regard.attention`
@@ -61,6 +63,8 @@ class Interception:
     def __init__(self, model: nn.Module, listener: Listener) -> None:
         self.model, self.listener = model, listener
         modules = list(check(model).values())
+        for config in configurations_of(model):
+            check_implementation(config, original_name, registered_problem)
         self.names = {id(module): name for name, module in model.named_modules()}
         own = [n for module in modules if isinstance(n := getattr(module, "layer_idx", None), int)]
         numbers = own if len(set(own)) == len(modules) else range(len(modules))  # hybrid models keep their own numbers
@@ -103,7 +107,7 @@ class Interception:
                 other = None if name is None else self.beneath.get(name)
                 below = [] if other is None or name is None else other._stacks[name]
                 self._stacks[ours] = [self, *(one for one in below if one is not self)]
-                install(ours, self._function(problem, self._stacks[ours]))
+                install(ours, self._function(problem, self._stacks[ours]), name)
                 installed.append(ours)
                 _attached[ours] = self
             for config, name in self.originals:
@@ -180,6 +184,6 @@ class Interception:
 
     def _handle(self, problem: Problem, module: nn.Module, call: dict[str, Any], position_ids: object) -> Tensor:
         (B, _, Tq, _), Tk = call["query"].shape, call["key"].shape[2]
-        place = self.calls.place(module, B, Tq, Tk, position_ids)
-        key = id(module)
-        return self.listener.attend(AttentionCall(module, self.names[key], self.layers[key], problem, call, place))
+        place, depth = self.calls.place(module, B, Tq, Tk, position_ids), self.calls.depth(module)
+        name, layer = self.names[id(module)], self.layers[id(module)]
+        return self.listener.attend(AttentionCall(module, name, depth, layer, problem, call, place))

@@ -66,6 +66,8 @@ def _no_attention_in(model: nn.Module) -> str:
         why = f"which bypasses it ({', '.join(bypassing)} compute attention on their own)"
     else:
         why = "which has no attention, or one that bypasses it in another way: regard would change nothing"
+    if any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
+        why += "; regard.Monitor records the modules of PyTorch"
     kind = type(model).__name__
     return f"expected a model whose attention goes through transformers' AttentionInterface, got {kind}, {why}"
 
@@ -113,7 +115,7 @@ def guard_models(is_registered: Callable[[str | None], bool]) -> None:
     @functools.wraps(finish)
     def finished(self: PreTrainedModel) -> None:
         # Only the whole model is checked: a part without attention is fine (the ResNet of a DETR, a vocoder).
-        if is_registered(self.config._attn_implementation_internal) and _outermost_model(self) is self:
+        if is_registered(self.config._attn_implementation_internal) and outermost_model(self) is self:
             _check_has_attention(self)
         finish(self)
 
@@ -136,7 +138,7 @@ def _check_has_attention(model: nn.Module) -> None:
         raise ValueError(f"attn_implementation: {_no_attention_in(model)}")
 
 
-def _outermost_model(part: PreTrainedModel | None = None) -> PreTrainedModel | None:
+def outermost_model(part: PreTrainedModel | None = None) -> PreTrainedModel | None:
     """The outermost model whose method is on the call stack: the one being built or called, of which `part` is a
     part."""
     frame, found = sys._getframe(1), part
@@ -159,7 +161,7 @@ def _bypasses(config: type) -> bool:
 
 def _advice_by_part() -> str:
     """For a model made of several parts: which `attn_implementation` each part can have."""
-    whole = _outermost_model()
+    whole = outermost_model()
     config = None if whole is None else whole.config
     parts = {} if config is None else {n: p for n in config.sub_configs if (p := getattr(config, n, None)) is not None}
     given = {name: "eager" if _bypasses(type(part)) else "regard" for name, part in parts.items()}

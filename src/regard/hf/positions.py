@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._display import Displayed
+
 _SOUND = frozenset(("input_values", "input_features"))
 _INPUTS = _SOUND | {"input_ids", "inputs_embeds", "pixel_values"}  # a module that accepts one of them is a part
 _OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states", "cross_attention_states")  # the sources of other keys
 
 
-@dataclass(frozen=True, eq=False)
-class Place:
+@dataclass(frozen=True, eq=False, repr=False)
+class Place(Displayed):
     """The positions of an attention call's queries and keys."""
 
     is_cross: bool  # the keys are those of another sequence
@@ -39,6 +42,7 @@ class _Frame:
     module: nn.Module
     arguments: dict[str, Any]
     past: int = 0  # number of tokens that the cache held before the call
+    entered: Counter[int] = field(default_factory=Counter)  # how often each attention was called, by its id
     places: dict[tuple[int, int, int, bool], Place] = field(default_factory=dict)
 
 
@@ -78,6 +82,12 @@ class CallStack:
         """An attention is called."""
         arguments = self._named(module, args, kwargs)
         self._is_cross[id(module)] = any(arguments.get(name) is not None for name in _OTHER_SEQUENCE)
+        if self.frames:
+            self.frames[-1].entered[id(module)] += 1
+
+    def depth(self, module: nn.Module) -> int:
+        """How often the innermost call under way has called this attention before: layers may share their weights."""
+        return max(0, self.frames[-1].entered[id(module)] - 1) if self.frames else 0
 
     def clear(self) -> None:
         self.frames.clear()

@@ -14,12 +14,14 @@ from ..features import Features
 from ..nn.declared import learned
 from ..problem import Transport
 from .calls import attention_function
+from .checkpoints import guard_checkpoints
 from .masks import make_mask
 from .models import guard_models
 
 TEMPORARY = "regard-watch-"  # how the names begin that an `Interception` installs while it is attached
 
 _problems: dict[str, Transport | Features | None] = {}  # by registered name
+_stands_for: dict[str, str | None] = {}  # by temporary name: the name that the model had before
 _installed: set[str] = set()  # all names whose attention function is ours, the temporary ones included
 
 
@@ -30,6 +32,10 @@ def register(name: str = "regard", problem: Transport | Features | None = None) 
     problem. A module of `regard.features` accepts causal and bidirectional models with padding and raises for the rest;
     with a cache each new token is computed over all keys again (`step`, which avoids this, does not fit transformers'
     caches). RowsAndColumns is for bidirectional models (a causal one raises); padding positions take no part.
+
+    A tensor of the problem that is made for one length (a `Bias` [T, T], ids [T], a temperature per query) raises in a
+    call of another length, as `generate` makes them. Tensors per head and priors of positions fit every length. In a
+    decoding step, a prior of positions without an alignment is aligned to the cache.
 
     A problem (or features) that requires grad raises: a registered name belongs to no model, so the learned tensors
     would be in no model's parameters() or state_dict(). `retrofit` adds parameters to a model.
@@ -54,6 +60,7 @@ def register(name: str = "regard", problem: Transport | Features | None = None) 
     _problems[name] = problem
     install(name, functools.partial(attention_function, problem))
     guard_models(is_registered)
+    guard_checkpoints(original_name, registered_problem)
     return name
 
 
@@ -67,6 +74,18 @@ def is_installed(name: str | None) -> bool:
     return name in _installed
 
 
+def registered_problem(name: str | None) -> Transport | Features | None:
+    """The problem that was registered under this name. None if there is none, or if it is softmax."""
+    return None if name is None else _problems.get(name)
+
+
+def original_name(name: str | None) -> str | None:
+    """The implementation that a model names, also while an interception has put a temporary name in its place."""
+    while name in _stands_for:
+        name = _stands_for[name]
+    return name
+
+
 def problem_of(name: str | None) -> Transport | Features | None:
     """The problem of an implementation's name. None is softmax, which every stock implementation computes."""
     if name is None or name in _problems:
@@ -77,9 +96,12 @@ def problem_of(name: str | None) -> Transport | Features | None:
     return None
 
 
-def install(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
-    """Put an attention function (one that uses `as_call`) and our mask function into transformers under one name."""
+def install(name: str, function: Callable[..., tuple[Tensor, None]], stands_for: str | None = None) -> None:
+    """Put an attention function (one that uses `as_call`) and our mask function into transformers under one name.
+    `stands_for`: the name that a temporary one replaces."""
     _installed.add(name)
+    if name.startswith(TEMPORARY):
+        _stands_for[name] = stands_for
     ALL_ATTENTION_FUNCTIONS.register(name, function)
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, make_mask)
 
@@ -87,5 +109,6 @@ def install(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
 def remove(name: str) -> None:
     """Undo `install`."""
     _installed.discard(name)
+    _stands_for.pop(name, None)
     del type(ALL_ATTENTION_FUNCTIONS)._global_mapping[name]
     del type(ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping[name]

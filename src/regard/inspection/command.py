@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import hf
+from ..expressions import read_problem
+from ..problem import Transport
 from .findings import check_format
 from .head_rules import Thresholds, rule_names
 from .journal import located, read_run
@@ -26,84 +28,155 @@ class Refused(Exception):
     """An error that the user can fix; its text says how."""
 
 
+@dataclass(frozen=True)
+class Source:
+    """What the model reads: a text or token ids, and the name of the file."""
+
+    name: str
+    text: str = ""
+    ids: Tensor | None = None
+    is_sample: bool = False  # the text that ships with regard
+
+
+def read_source(text: Path | None, tokens: Path | None) -> Source:
+    """The file of --text or --tokens, or the text that ships with regard."""
+    if text is not None and tokens is not None:
+        raise Refused("--text, --tokens: expected one of them, got both")
+    if tokens is not None:
+        try:
+            words = _content(tokens, "--tokens").replace(",", " ").strip("[] \n").split()
+            ids = torch.tensor([int(word) for word in words], dtype=torch.long)
+        except (ValueError, RuntimeError) as error:  # RuntimeError: beyond 64 bits
+            raise Refused(f"--tokens: expected integers, got {tokens}: {str(error).splitlines()[0]}") from None
+        if len(ids) < 2:
+            raise Refused(f"--tokens: expected at least 2 token ids, got {tokens} with {len(ids)}")
+        return Source(tokens.name, ids=ids)
+    if text is None:
+        sample = resources.files("regard.inspection").joinpath("sample.txt")
+        return Source("the sample text", sample.read_text("utf-8"), is_sample=True)
+    content = _content(text, "--text")
+    if not content.strip():
+        raise Refused(f"--text: expected some text, got {text}, which is {'blank' if content else 'empty'}")
+    return Source(text.name, content)
+
+
+def check_models(names: list[str]) -> None:
+    """Raise if one of these models cannot be found. None is loaded."""
+    for name in names:
+        try:
+            hf.locate(name)
+        except (ImportError, ValueError) as error:
+            raise Refused(str(error)) from None
+
+
+def check_run(run: Path | None) -> None:
+    """Raise if there is a file at this path that is not a run file."""
+    if run is not None and run.exists():
+        try:
+            Inspection.load(run)
+        except (OSError, ValueError) as error:
+            raise Refused(f"--run: expected a new file or one that --run wrote, got {run}: {error}") from None
+
+
 def examine(
     name: str,
     *,
-    text: Path | None,
-    tokens: Path | None,
+    source: Source,
     length: int,
     limit: int | None,
     trust_remote_code: bool,
     thresholds: Thresholds,
     run: Path | None,
+    problem: str | None = None,
     say: Callable[[str], object],
 ) -> dict[str, Any]:
     """Inspect a model by its name. Returns the record of the `Inspection`, with the names of the model and the text.
-    `say` receives a line for each stage."""
-    _check_files(text, tokens)
+    `problem` is the text of a problem that the model's attention shall solve. `say` receives a line for each stage."""
+    declared = None if problem is None else read_declared(problem)
     say(f"loading {name}")
-    source = tokens or text
     try:
-        model, tokenizer = hf.load(name, trust_remote_code=trust_remote_code)
-        ids = _read(text, tokens, tokenizer, name)
-        limit_of_model = getattr(model.config, "max_position_embeddings", None) or length
-        words = model.get_input_embeddings().num_embeddings
+        model, tokenizer = hf.load(name, trust_remote_code=trust_remote_code, problem=declared)
+        ids = _token_ids(source, tokenizer, name)
+        words = _vocabulary(model)
         if bool(((ids < 0) | (ids >= words)).any()):
             raise Refused(f"token ids: expected 0 to {words - 1}, got {int(ids.min())} to {int(ids.max())}")
-        batches = _cut(ids if limit is None else ids[:limit], min(length, limit_of_model))
-        say(_account(batches, length, limit_of_model))
+        longest = _longest(model) or length
+        pieces = _cut(ids if limit is None else ids[:limit], min(length, longest))
+        say(_account(pieces, length, longest))
         if limit is not None and limit > len(ids):
-            where = "the sample text has no more: use --text FILE" if source is None else f"{source.name} has no more"
-            say(f"--max-tokens {limit}: {where}")
-        inspection = inspect(model, batches, patterns=True, views=True, tokenizer=tokenizer, run=run)
-    except (ImportError, ValueError, NotImplementedError, OSError) as error:
+            say(f"--max-tokens {limit}: {source.name} has no more{': use --text FILE' if source.is_sample else ''}")
+        inspection = inspect(model, _arguments(model, pieces), patterns=True, views=True, tokenizer=tokenizer, run=run)
+    except OSError as error:
+        if run is None or error.filename is None or Path(error.filename) != run:
+            raise Refused(str(error)) from None
+        raise Refused(f"--run: expected a file that can be written, got {run}: {error.strerror}") from None
+    except (ImportError, ValueError, NotImplementedError) as error:
         raise Refused(str(error)) from None
-    inspection.about |= {
-        "architecture": inspection.about["model"],
-        "model": name,
-        "text": "the sample text" if source is None else source.name,
-    }
+    inspection.about |= {"architecture": inspection.about["model"], "model": name, "text": source.name}
     return inspection.record(thresholds)
 
 
-def _check_files(text: Path | None, tokens: Path | None) -> None:
-    """Raise if a number of tokens was given in place of a file: name the options that take one."""
-    for option, path in (("--text: expected a file", text), ("--tokens: expected a file of token ids", tokens)):
-        number = str(path).replace(",", "").replace("_", "")
-        if path is not None and number.isdecimal() and not path.exists():
-            hint = f"use --max-tokens {number} (in all) or --length {number} (in one sequence)"
-            raise Refused(f"{option}, got {path}. To read this many tokens, {hint}")
+def read_declared(text: str) -> Transport:
+    """The problem that --problem gives."""
+    try:
+        return read_problem(text)
+    except (ValueError, TypeError) as error:
+        raise Refused(f"--problem: {error}") from None
 
 
-def _account(batches: list[Tensor], length: int, of_model: int) -> str:
+def _account(pieces: list[Tensor], length: int, of_model: int) -> str:
     """What is read, and why in how many sequences."""
-    text = f"reading {sum(map(len, batches)):,} tokens"
-    if len(batches) == 1:
+    text = f"reading {sum(map(len, pieces)):,} tokens"
+    if len(pieces) == 1:
         return text
     reason = "the model's limit" if of_model < length else "--length sets it"
-    return f"{text} in {len(batches)} sequences of at most {min(length, of_model):,} ({reason})"
+    return f"{text} in {len(pieces)} sequences of at most {min(length, of_model):,} ({reason})"
 
 
-def _read(text: Path | None, tokens: Path | None, tokenizer: Any, name: str) -> Tensor:
-    """The token ids to inspect."""
-    if text is not None and tokens is not None:
-        raise Refused("--text, --tokens: expected one of them, got both")
-    if tokens is not None:
-        try:
-            return torch.tensor([int(word) for word in _content(tokens).replace(",", " ").strip("[] \n").split()])
-        except ValueError as error:
-            raise Refused(f"--tokens: expected integers in {tokens}: {error}") from None
+def _token_ids(source: Source, tokenizer: Any, name: str) -> Tensor:
+    if source.ids is not None:
+        return source.ids
     if tokenizer is None:
         raise Refused(f"{name} has no tokenizer: give token ids with --tokens FILE")
-    sample = resources.files("regard.inspection").joinpath("sample.txt").read_text("utf-8")
-    return torch.tensor(tokenizer(sample if text is None else _content(text))["input_ids"])
+    return torch.tensor(tokenizer(source.text, verbose=False)["input_ids"])  # not verbose: a long text is cut below
 
 
-def _content(path: Path) -> str:
+def _vocabulary(model: Any) -> int:
+    """The number of tokens that the model knows."""
+    reads, embeddings = model.main_input_name, model.get_input_embeddings()
+    if reads != "input_ids" or not hasattr(embeddings, "num_embeddings"):
+        raise Refused(
+            f"model: expected one that reads tokens, got {type(model).__name__}, which reads {reads}: in Python, "
+            "regard.inspect(model, inputs) takes any inputs"
+        )
+    return embeddings.num_embeddings
+
+
+def _longest(model: Any) -> int | None:
+    """The largest number of tokens that the model can read at once; None if it has no limit."""
+    limits = [getattr(model.config, "max_position_embeddings", None)]
+    for name, module in model.named_modules():  # in RoBERTa and its relatives, positions begin after that of padding
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            limits.append(module.num_embeddings - module.padding_idx - 1)
+    return min((limit for limit in limits if limit), default=None)
+
+
+def _arguments(model: Any, pieces: list[Tensor]) -> list[dict[str, Tensor]]:
+    """The arguments of the model for each piece. The decoder of an encoder-decoder model reads the same tokens."""
+    names = ("input_ids", "decoder_input_ids") if model.config.is_encoder_decoder else ("input_ids",)
+    return [dict.fromkeys(names, piece[None]) for piece in pieces]
+
+
+def _content(path: Path, option: str) -> str:
+    number = str(path).replace(",", "").replace("_", "")
+    if number.isdecimal() and not path.exists():
+        hint = f"use --max-tokens {number} (in all) or --length {number} (in one sequence)"
+        raise Refused(f"{option}: expected a file, got {path}. To read this many tokens, {hint}")
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise Refused(f"{path} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else f"byte {error.start} is not UTF-8"
+        raise Refused(f"{option}: expected a text file that can be read, got {path}: {reason}") from None
 
 
 def _cut(ids: Tensor, length: int) -> list[Tensor]:
@@ -114,10 +187,10 @@ def _cut(ids: Tensor, length: int) -> list[Tensor]:
     return pieces
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """A record that `regard inspect --json` wrote."""
+def read_record(path: Path, option: str) -> dict[str, Any]:
+    """A record that `regard inspect --json` wrote. `option`: the one that names the file, for errors."""
     try:
-        record = json.loads(_content(path))
+        record = json.loads(_content(path, option))
         check_format(record, str(path))
         if not isinstance(record["provenance"], dict):
             raise TypeError("its provenance is not an object")
@@ -160,7 +233,7 @@ def read_any(path: Path) -> tuple[str, dict[str, Any]]:
         with where.open("rb") as file:
             head = file.read(64)
         if where.suffix == ".json" and head.lstrip().startswith(b"{"):
-            return "inspection", read_record(where)
+            return "inspection", read_record(where, "RUN")
         if len(head) > 8 and head[8:9] == b"{":  # safetensors: the header's length, then the header
             found = Inspection.load(where)
             if not found.layers:

@@ -15,12 +15,15 @@ from typing import Any
 from .rules import LOGIT_ALARM, Finding, Rule
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Event(Finding):
     """What a rule found in a step. Layer and head are None where the event is about the whole run."""
 
     step: int
     metric: str
+
+    def __str__(self) -> str:  # the message of an event names layer and head
+        return f"step {self.step}: {self.rule}: {self.message}. Remedy: {self.remedy}"
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Limits:
     dip: float = 0.5  # the entropy of a layer's lower heads below this share of its highest value ...
     dip_samples: int = 8  # ... in so many samples before
     oscillation: float = 1.5  # upward moves of the loss, as a multiple of its earlier moves
+    climb: float = 0.1  # until `window` losses are known: the loss above its lowest by this share (ours)
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -74,8 +78,9 @@ _COLLAPSE = Rule(
     "alarm",
     "Attention concentrates on few keys while the loss begins to oscillate: the pattern of entropy collapse. Peaked "
     "rows pass almost no gradient to the scores, and the run seldom recovers by itself.",
-    "Go back before the dip with a smaller learning rate or a longer warm-up; σReparam or QK-norm; a floor under the "
-    "entropy (regard.nn.entropy_floor); check the scale 1/√d and the initialisation.",
+    "Go back before the dip with a smaller learning rate or a longer warm-up; QK-clip (regard.nn.qk_clip_), σReparam "
+    "or QK-norm; a floor under the entropy (regard.nn.entropy_floor); check the scale 1/√d and the initialisation; see "
+    "docs/stabilize.md.",
     "σReparam, arXiv 2303.06296 (a sharp dip of entropy together with oscillation of the loss); the numbers are ours",
 )
 RULES = tuple(rule.name for rule in (LOGIT_ALARM, _COLLAPSE, _SPIKE, _NOT_FINITE))
@@ -172,22 +177,38 @@ class EventDetector:
         upward = fmean(max(0.0, move) for move in recent)
         return upward / usual if usual > 0 else 0.0
 
+    def _climb(self) -> tuple[float, float] | None:
+        """Where the loss was and where it is, if it has climbed since the run began.
+
+        A run that diverges in its first steps has no earlier moves of the loss to compare with. Until the window is
+        full, the last losses are therefore compared with the first one and with the lowest mean of as many in a row."""
+        losses = self.series.get("loss", [])
+        n = min(RECENT, len(losses) // 2)
+        if not n or len(losses) >= self.limits.window:
+            return None
+        means = [fmean(losses[k : k + n]) for k in range(len(losses) - n + 1)]
+        base = min(losses[0], *means)
+        size = max(abs(base), losses[0] - base)  # a loss near 0 is compared with how far it has fallen
+        return (base, means[-1]) if means[-1] - base > self.limits.climb * size else None
+
     def _dip(self, step: int, heads: Heads) -> list[Event]:
         before = self.lower.setdefault(str(heads.layer), [])
         if math.isnan(heads.lower):
             return []
         limit = self.limits.dip * max(before, default=0.0)
-        swing = max(self.swings, default=0.0)
-        enough = len(before) >= min(3, self.limits.dip_samples)
-        now = enough and heads.lower < limit and swing > self.limits.oscillation
+        swing, climb = max(self.swings, default=0.0), self._climb()
+        unstable = swing > self.limits.oscillation or climb is not None
+        now = heads.lower < limit and unstable
         self.lower[str(heads.layer)] = [*before, heads.lower][-self.limits.dip_samples :]
         if not self._begins(f"collapse-dip {heads.layer}", now, over=heads.lower >= limit):
             return []
         lowest = min(range(len(heads.entropy)), key=lambda h: _or_one(heads.entropy[h]))
+        loss = f"moved up {swing:.2g} times as much as it used to move"
+        if climb is not None:
+            loss = f"rose from {climb[0]:.3g} to {climb[1]:.3g}"
         message = (
             f"entropy / log n of the lower heads of layer {heads.layer} fell from {max(before):.3g} to "
-            f"{heads.lower:.3g} (lowest: head {lowest}, {heads.entropy[lowest]:.3g}) while the loss moved up "
-            f"{swing:.2g} times as much as it used to move"
+            f"{heads.lower:.3g} (lowest: head {lowest}, {heads.entropy[lowest]:.3g}) while the loss {loss}"
         )
         return [_event(_COLLAPSE, step, heads.layer, lowest, "entropy_norm", heads.lower, limit, message)]
 

@@ -15,6 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from .._files import write
 from .events import Event
 
 FORMAT, VERSION = "regard-monitor", 1
@@ -71,9 +72,7 @@ class Journal:
         if stale:
             with self.path.with_name(self.path.name + ".stale").open("a", encoding="utf-8") as file:
                 file.writelines(stale)
-        part = self.path.with_name(self.path.name + ".part")
-        part.write_text("".join(kept), encoding="utf-8")
-        part.replace(self.path)
+        write(self.path, "".join(kept))
         self.last = step - 1
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._display import Displayed
+
 EXACT = 16  # positions with a bin of their own
 PER_OCTAVE = 8
 
@@ -51,9 +53,14 @@ def bin_starts(bins: int) -> list[int]:
     return starts
 
 
-@dataclass(eq=False)
-class Layer:
-    """The sums of one attention module."""
+def nth_call(name: str, n: int) -> str:
+    """The name of the layer that is the n-th call (from 1) of a module in one pass: layers may share their weights."""
+    return name if n == 1 else f"{name} (call {n})"
+
+
+@dataclass(eq=False, repr=False)
+class Layer(Displayed):
+    """The sums of one attention: a module, or one of its calls if a pass calls it several times."""
 
     name: str
     index: int

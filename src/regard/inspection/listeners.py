@@ -1,9 +1,10 @@
 """What listens to a model in the sampled steps of a training run.
 
 Two kinds of model. For a transformers model, `TransformersListener` computes the attention, as `watch` does. For a
-model whose modules call `regard.attention`, `ModuleListener` lets them compute: the operator reports each call, hooks
-tell which module makes it, and the statistics come from a second pass over the same problem. Outside `listening()`
-there is no hook, no observer and no replaced implementation: the model is the stock model.
+model whose modules call `regard.attention` or PyTorch's `scaled_dot_product_attention`, `ModuleListener` lets them
+compute: each call is reported, hooks tell which module makes it, and the statistics come from a second pass over the
+same problem. Outside `listening()` there is no hook, no observer and no replaced function: the model is the stock
+model.
 """
 
 from __future__ import annotations
@@ -11,18 +12,22 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import dispatch, hf
 from .._compat import in_backward, transforms_active
 from ..features import Features
 from ..form import Form
+from ..lowering import lower
+from ..operator import attention
 from ..statistics import ROW_STATISTICS, AuxRequest, undefined
-from .layers import DERIVED, Layer, derived_channels
+from .layers import DERIVED, Layer, derived_channels, nth_call
 from .patterns import count_admissible, sees_first_key
 from .recorder import Recorder
 
@@ -107,8 +112,9 @@ class TransformersListener(Recorder):
 
 
 class ModuleListener:
-    """Listens to modules that call `regard.attention`. Each such module is a layer, numbered in the order of the first
-    calls."""
+    """Listens to modules that call `regard.attention` or PyTorch's own, as `nn.MultiheadAttention` does. Each such
+    module is a layer, or several if the model calls it again in the same pass. Layers are numbered in the order of the
+    first calls."""
 
     def __init__(self, model: nn.Module, statistics: Iterable[str] | None, evaluation: bool, real: Real | None) -> None:
         self.model, self.real = model, _attention_mask if real is None else real
@@ -120,6 +126,7 @@ class ModuleListener:
         self.order: dict[tuple[str, int], int] = {}  # (module's name, heads) -> number of the layer
         self.found: dict[tuple[str, int], Layer] = {}
         self.stack: list[nn.Module] = []  # modules whose forward is under way
+        self.entered: Counter[int] = Counter()  # how often the pass under way has called each module, by its id
         self.rows: Tensor | None = None  # [B, T]: tokens that are not padding
         # Not traced by torch.compile, and the same objects each time, so that a model is not compiled again.
         hidden: Any = torch.compiler.disable
@@ -147,9 +154,11 @@ class ModuleListener:
                 module.register_forward_hook(self.after, always_call=True),
             ]
         dispatch.observers.append(self.seen)
+        _stock.add(self)
         try:
             yield
         finally:
+            _stock.remove(self)
             dispatch.observers.remove(self.seen)
             for hook in hooks:
                 hook.remove()
@@ -159,6 +168,7 @@ class ModuleListener:
 
     def _before_model(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self.passes.begin()
+        self.entered.clear()
         self.rows = self.real(dict(zip(self.parameters, args, strict=False)) | kwargs)
 
     def _after_model(self, *_: Any) -> None:
@@ -167,15 +177,24 @@ class ModuleListener:
 
     def _before(self, module: nn.Module, _: Any) -> None:
         self.stack.append(module)
+        self.entered[id(module)] += 1
 
     def _after(self, module: nn.Module, *_: Any) -> None:
         while self.stack and self.stack.pop() is not module:
             pass  # modules whose forward an exception ended
 
+    def counts(self) -> bool:
+        """Whether a call that is made now is recorded."""
+        return bool(self.stack) and self.passes.count()
+
+    def stock_called(self, form: Form, out: Tensor) -> None:
+        """A call of F.scaled_dot_product_attention."""
+        self._seen(form, lambda names: dispatch.compute(form, names), out.reshape(*form.shape[:3], -1))
+
     @torch.no_grad()
     def _seen(self, form: Form, compute: Callable[[tuple[str, ...]], dict[str, Tensor]], out: Tensor) -> None:
         """A call of attention: add its statistics, row by row, to the layer of the module that made it."""
-        if not self.stack or not self.passes.count() or transforms_active():
+        if not self.counts() or transforms_active():
             return
         B, H, Tq, Tk = form.shape
         if 0 in (B, H, Tq, Tk):
@@ -197,7 +216,8 @@ class ModuleListener:
         self._layer(H).add(values, valid, torch.zeros(1, Tq, dtype=torch.long))
 
     def _layer(self, heads: int) -> Layer:
-        name = self.names[id(self.stack[-1])]
+        module = self.stack[-1]
+        name = nth_call(self.names[id(module)], self.entered[id(module)])
         key = (name, heads)
         index = self.order.setdefault(key, len(self.order))
         if key not in self.found:
@@ -207,9 +227,70 @@ class ModuleListener:
         return self.found[key]
 
 
+class _StockAttention:
+    """Stands in for F.scaled_dot_product_attention while modules are listened to, and tells the listeners of each call.
+
+    Listeners may come and go in any order: the function is replaced for the first and restored after the last."""
+
+    def __init__(self) -> None:
+        self.listeners: list[ModuleListener] = []
+        self.replacement: Any = torch.compiler.disable(self._call)
+        self.function: Any = None
+        self.kernels = True
+
+    def add(self, listener: ModuleListener) -> None:
+        if not self.listeners:
+            self.function, F.scaled_dot_product_attention = F.scaled_dot_product_attention, self.replacement
+            self.kernels = torch.backends.mha.get_fastpath_enabled()
+        self.listeners.append(listener)
+        self._set_kernels()
+
+    def remove(self, listener: ModuleListener) -> None:
+        self.listeners.remove(listener)
+        self._set_kernels()
+        if not self.listeners:
+            F.scaled_dot_product_attention, self.function = self.function, None
+
+    def _set_kernels(self) -> None:
+        """In evaluation the modules of PyTorch have kernels of their own, whose attention cannot be seen."""
+        counted = any(listener.passes.evaluation for listener in self.listeners)
+        torch.backends.mha.set_fastpath_enabled(self.kernels and not counted)
+
+    def _call(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Computes what the function computes without listeners."""
+        out = self.function(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        reports_itself = self.function is attention
+        listeners = [] if reports_itself or transforms_active() else [one for one in self.listeners if one.counts()]
+        if listeners:
+            try:
+                with torch.no_grad():
+                    form = lower(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
+            except (TypeError, ValueError):  # nested tensors, for example: not seen, and the training goes on
+                return out
+            for listener in listeners:
+                listener.stock_called(form, out)
+        return out
+
+
+_stock = _StockAttention()
+
+
 def _attention_mask(given: dict[str, Any]) -> Tensor | None:
-    """Which tokens are real, if the model is called with a 2-D `attention_mask`."""
-    mask = given.get("attention_mask")
+    """Which tokens are real, if the model is called with a 2-D `attention_mask`, or with the `src_key_padding_mask` of
+    nn.TransformerEncoder."""
+    mask, padding = given.get("attention_mask"), given.get("src_key_padding_mask")
+    if isinstance(padding, Tensor) and padding.dtype == torch.bool and padding.dim() == 2:
+        return ~padding
     return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 

@@ -32,8 +32,9 @@ DIGITS = 7  # of the numbers in the run file
 class Monitor:
     """Records the attention of a model in training, every `every` steps.
 
-    The model is one of transformers, or any module whose submodules call `regard.attention`. Use it around the forward
-    and backward passes of a step, with as many micro-batches as the step has, and pass it the loss afterwards:
+    The model is one of transformers, or any module whose submodules call `regard.attention` or PyTorch's
+    `scaled_dot_product_attention` (as `nn.TransformerEncoder` does). Use it around the forward and backward passes of a
+    step, with as many micro-batches as the step has, and pass it the loss afterwards:
 
         monitor = regard.Monitor(model, every=50, path="run.jsonl")
         for step, batch in enumerate(batches):
@@ -142,7 +143,8 @@ class Monitor:
             if not self._warned:
                 warnings.warn(
                     f"Monitor: no attention of {type(self.model).__name__} was seen in step {self.current}; expected "
-                    f"a transformers model, or modules that call regard.attention, in a pass with gradients",
+                    f"a transformers model, or modules that call regard.attention or PyTorch's "
+                    f"scaled_dot_product_attention, in a pass with gradients (evaluation=True: any pass)",
                     stacklevel=3,
                 )
             self._warned = True
@@ -209,9 +211,10 @@ class Monitor:
         for event in events:
             shown = {name: _number(x) if isinstance(x, float) else x for name, x in event.to_dict().items()}
             self.journal.write({"step": event.step, "event": shown.pop("rule")} | shown)
-            log.warning("step %d: %s: %s", event.step, event.rule, event.message)
+            log.warning("%s", event)
             value = math.nan if event.value is None else event.value
-            self.trackers.send(event.step, {f"attn/event/{event.rule}": value}, f"{event.rule}: {event.message}")
+            text = f"{event.rule}: {event.message}. Remedy: {event.remedy}"
+            self.trackers.send(event.step, {f"attn/event/{event.rule}": value}, text)
 
     def close(self) -> None:
         """Write what is known and stop listening to the model."""

@@ -30,21 +30,29 @@ class _Bar(Progress):
     def __init__(self, bar: Any, layers: int, batches: int | None) -> None:
         self.bar, self.layers, self.batches = bar, layers, batches
         self.room = max(12, min(40, bar.console.width - 68))  # characters for the words, beside the other columns
-        self.task = bar.add_task("inspecting", total=None if batches is None else batches * layers)
+        self.task = bar.add_task("inspecting", total=self._total())
         self.number, self.title, self.words = 0, "", ""
+        self.calls = 0  # of attention, in the batch
 
     def begin_batch(self, number: int, noun: str, words: str) -> None:
         self.number, self.words = number, f": “{first_words(words, self.room)}”" if words else ""
         self.title = f"{noun} {number}" if self.batches is None else f"{noun} {number} of {self.batches}"
 
     def begin_call(self, number: int, repeated: bool) -> None:
-        # A model may call an attention more than once in a pass: the bar then stays at the end of the batch.
-        layer = min(number, self.layers)
-        text = f"{self.title}, layer {layer} of {self.layers}{' (again)' if repeated else ''}{self.words}"
-        self._show((self.number - 1) * self.layers + layer - 1, text)
+        # Layers may share one attention. Their number is known after the first batch: until then the bar stays.
+        self.calls = number
+        of_all = "" if number > self.layers else f" of {self.layers}"
+        text = f"{self.title}, layer {number}{of_all}{' (again)' if repeated else ''}{self.words}"
+        self._show((self.number - 1) * self.layers + min(number, self.layers) - 1, text)
 
     def end_batch(self) -> None:
+        if self.calls > self.layers:
+            self.layers = self.calls
+            self.bar.update(self.task, total=self._total())
         self._show(self.number * self.layers, self.title + self.words)
+
+    def _total(self) -> int | None:
+        return None if self.batches is None else self.batches * self.layers
 
     def _show(self, completed: int, text: str) -> None:
         self.bar.update(self.task, completed=completed, description=text)

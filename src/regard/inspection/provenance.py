@@ -11,6 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..features import Features
+from ..problem import Transport
+
+LONGEST = 2**16  # characters of a problem in a record
+
 
 def of_run(model: nn.Module) -> dict[str, Any]:
     """What the records of an inspection and of a training run both contain."""
@@ -40,6 +45,17 @@ def of_inspection(model: nn.Module, problems: dict[str, str]) -> dict[str, Any]:
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
     }
+
+
+def as_json(problem: Transport | Features | None) -> str | None:
+    """The problem of a model as JSON; None where JSON cannot express it or would be long (see "problems" then)."""
+    if isinstance(problem, Features):
+        return None
+    try:
+        text = (problem or Transport()).to_json()
+    except (TypeError, ValueError):
+        return None
+    return text if len(text) <= LONGEST else None
 
 
 def _weights_digest(model: nn.Module) -> str:

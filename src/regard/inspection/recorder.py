@@ -25,7 +25,7 @@ from ..problem import RowsAndColumns, Transport
 from ..regularizers import KL
 from ..statistics import ROW_STATISTICS, AuxOutput, AuxRequest
 from . import provenance
-from .layers import DERIVED, PATTERNS, Layer, derived_channels, position_bins
+from .layers import DERIVED, PATTERNS, Layer, derived_channels, nth_call, position_bins
 from .patterns import count_admissible, pattern_weights, plan_arguments, sees_first_key, with_prior
 from .result import Inspection
 from .run_file import Partial
@@ -42,9 +42,11 @@ class Recorder:
             self.check_has_plans("patterns")
         problems = {str(name): repr(problem or Transport()) for name, problem in self.interception.problems.items()}
         about = provenance.of_inspection(model, problems)
+        about["declared"] = {str(name): provenance.as_json(p) for name, p in self.interception.problems.items()}
         self.inspection = Inspection(self.choose_statistics(statistics), about, patterns=patterns)
         self.views: Views | None = None  # filled by the pass under way, if it is the one to look at closely
-        self._layers: dict[str, Layer] = {}  # by the name of the attention
+        self._layers: dict[str, Layer] = {}  # by the name of the layer
+        self._first_calls: dict[str, int] = {}  # by the name of the layer: its place in the order of the first calls
         self.calls = 0  # of the pass under way, so far
         self._known = 0  # its first calls, which an earlier process has recorded
         self.before: list[Layer] = []  # the layers before this pass
@@ -77,15 +79,18 @@ class Recorder:
 
     def resume(self, begun: Inspection, run: str | Path) -> None:
         """Continue an inspection that was saved. Raises if it has another model, other statistics or patterns."""
+        now = self.inspection.about
         for what, got, expected in (
             ("statistics", begun.statistics, self.inspection.statistics),
             ("patterns", begun.patterns, self.inspection.patterns),
             *((key, begun.about.get(key), self.inspection.about[key]) for key in ("model", "weights", "problems")),
+            ("declared", begun.about.get("declared", now["declared"]), now["declared"]),  # 0.2 did not record it
         ):
             if got != expected:
                 raise ValueError(f"run: {str(run)!r} was begun with other {what}: expected {expected}, got {got}")
         self.inspection = begun
         self._set_layers(begun.layers)
+        self._first_calls = {layer.name: n for n, layer in enumerate(begun.layers)}
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -107,6 +112,7 @@ class Recorder:
             self.model(**hf.prepared(self.model, batch))
         except BaseException:
             self._set_layers(self.before)
+            self._first_calls = {layer.name: n for n, layer in enumerate(self.before)}
             raise
         finally:
             self._known = 0
@@ -152,14 +158,15 @@ class Recorder:
         real = _real_queries(call)
         request = self._request(call.arguments["problem"] or Transport(), real is not None)
         out, aux = hf.attend(call.module, call.arguments, request)
-        self._count(lambda: self._record(call, real, out, aux))
+        self._count(call, lambda: self._record(call, real, out, aux))
         return out
 
-    def _count(self, record: Callable[[], None]) -> None:
+    def _count(self, call: hf.AttentionCall, record: Callable[[], None]) -> None:
         """Record a call, unless its pass does not count or an earlier process has recorded it."""
         if not self.counts():
             return
         self.calls += 1
+        self._first_calls.setdefault(nth_call(call.name, call.depth + 1), len(self._first_calls))
         if self.calls <= self._known:
             return
         with torch.no_grad():
@@ -200,7 +207,7 @@ class Recorder:
         if self.views is not None and (real is not None or place.is_cross):
             self.views.give_up()
         elif self.views is not None:
-            self.views.add(call.name, arguments, plan)
+            self.views.add(nth_call(call.name, call.depth + 1), arguments, plan)
         valid = aux.max_scores > -torch.inf
         if real is not None:
             valid = valid & real[:, None]
@@ -227,7 +234,7 @@ class Recorder:
             raise ValueError("statistics: expected no key_mass for padded batches of attention by features")
         request = AuxRequest(**dict.fromkeys((*statistics, "mass"), True))
         out, aux = features(**hf.as_features_call(call.module, arguments), return_aux=request)
-        self._count(lambda: self._record_features(call, real, out, aux))
+        self._count(call, lambda: self._record_features(call, real, out, aux))
         return out
 
     def _record_features(self, call: hf.AttentionCall, real: Tensor | None, out: Tensor, aux: Any) -> None:
@@ -247,15 +254,29 @@ class Recorder:
             layer.add_keys(aux.key_mass, by_key, position_bins(place.key_positions))
 
     def _layer(self, call: hf.AttentionCall, heads: int) -> Layer:
-        """The layer of a call, created at the first one. Layers are in the order of the model's modules."""
-        if call.name not in self._layers:
+        """The layer of a call, created at the first one.
+
+        Layers are in the order of the model's modules and have the numbers of the modules. If the model calls a module
+        again in the same pass (layers that share their weights), each call is a layer, and all layers are numbered in
+        the order of their first calls.
+        """
+        name = nth_call(call.name, call.depth + 1)
+        if name not in self._layers:
             channels = tuple(n for n in self.inspection.statistics if n != "key_mass") + DERIVED
             channels += PATTERNS if self.inspection.patterns else ()
-            self._layers[call.name] = Layer.empty(call.name, call.layer, heads, channels)
-            self.inspection.layers.append(self._layers[call.name])
-            order = {name: n for n, name in enumerate(self.interception.names.values())}
-            self.inspection.layers.sort(key=lambda layer: order.get(layer.name, len(order)))
-        return self._layers[call.name]
+            self._layers[name] = Layer.empty(name, call.layer, heads, channels)
+            self.inspection.layers.append(self._layers[name])
+            self._order_layers()
+        return self._layers[name]
+
+    def _order_layers(self) -> None:
+        """Sort the layers, and number them again if some share their weights."""
+        order = {name: n for n, name in enumerate(self.interception.names.values())}
+        if not self._first_calls.keys() <= order.keys():
+            order = self._first_calls
+            for layer in self.inspection.layers:
+                layer.index = order[layer.name]
+        self.inspection.layers.sort(key=lambda layer: order[layer.name])
 
 
 def _ignore(*_: Any) -> None:

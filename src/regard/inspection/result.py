@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._display import html_table
 from .._validate import describe
 from . import run_file
-from .findings import FORMAT, VERSION, find
+from .findings import FORMAT, VERSION, find, verdict
 from .head_rules import Thresholds
 from .layers import DERIVED, PATTERNS, Layer, bin_starts, with_bins
-from .numbers import json_number, json_numbers
+from .numbers import count_of, json_number, json_numbers
 from .report import to_html
 from .rules import Finding
 from .run_file import Partial
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 PROFILES = ("entropy", "normalized_entropy", "kl", "score_variance", "max_weight", "first_key_mass", "output_norm")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Inspection:
     """The attention of a model over all its inputs, by layer, head and position."""
 
@@ -142,22 +143,47 @@ class Inspection:
 
     def summary(self) -> str:
         """A few lines for a terminal: the means of each layer over its heads, and the largest score."""
-        shown = [
-            n
-            for n in ("entropy", "normalized_entropy", "max_weight", "first_key_mass", "max_scores")
-            if n in self.columns
-        ]
-        name = self.about.get("model", "model")
-        lines = [f"{name}: {len(self.layers)} attention layers, {self.rows} queries each"]
-        widths = [max(len(n), 9) + 2 for n in shown]
-        lines.append("layer  heads" + "".join(f"{n:>{w}}" for n, w in zip(shown, widths, strict=True)))
+        names, rows = self._means_by_layer()
+        widths = [max(len(name), 9) + 2 for name in names]
+        lines = [self._title(), "layer  heads" + "".join(f"{n:>{w}}" for n, w in zip(names, widths, strict=True))]
+        for index, heads, *means in rows:
+            values = (f"{value:>{w}.4g}" for value, w in zip(means, widths, strict=True))
+            lines.append(f"{index:>5}{heads:>7}{''.join(values)}")
+        return "\n".join([*lines, *self._largest_score()])
+
+    def __repr__(self) -> str:
+        heads = sum(layer.heads for layer in self.layers)
+        sizes = f"layers={len(self.layers)}, heads={heads}, rows={self.rows}, statistics={len(self.statistics)}"
+        return f"Inspection({self.about.get('model', 'model')}, {sizes})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the verdict of the rules, and `summary` as a table."""
+        names, rows = self._means_by_layer()
+        if not rows:
+            return html_table(self._title(), [], notes=["Nothing was recorded."])
+        record = self.record()
+        found = [Finding(**entry) for entry in record["findings"]]
+        notes = [verdict(record, found), *self._largest_score()]
+        return html_table(self._title(), rows, ("layer", "heads", *names), notes)
+
+    def _title(self) -> str:
+        layers = count_of(len(self.layers), "attention layer")
+        return f"{self.about.get('model', 'model')}: {layers}, {self.rows} queries each"
+
+    def _means_by_layer(self) -> tuple[list[str], list[tuple[Any, ...]]]:
+        """The names of some statistics, and of each layer its number, its heads and their means over the heads."""
+        shown = ("entropy", "normalized_entropy", "max_weight", "first_key_mass", "max_scores")
+        names = [name for name in shown if name in self.columns]
+        rows = []
         for layer in self.layers:
             means = layer.means()
-            values = (f"{float(means[n].nanmean()):>{w}.4g}" for n, w in zip(shown, widths, strict=True))
-            lines.append(f"{layer.index:>5}{layer.heads:>7}{''.join(values)}")
-        if "max_scores" in self.statistics and self.layers:
-            lines.append(f"largest score: {float(self.maximum('max_scores').nan_to_num(-math.inf).max()):.4g}")
-        return "\n".join(lines)
+            rows.append((layer.index, layer.heads, *(float(means[name].nanmean()) for name in names)))
+        return names, rows
+
+    def _largest_score(self) -> list[str]:
+        if "max_scores" not in self.statistics or not self.layers:
+            return []
+        return [f"largest score: {float(self.maximum('max_scores').nan_to_num(-math.inf).max()):.4g}"]
 
     # --- the run file -------------------------------------------------------------------------------------------------
 

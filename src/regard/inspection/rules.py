@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 SEVERITIES = ("alarm", "warning", "note")  # alarm: act; warning: look; note: for information
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Finding:
     """What a rule found in a head. Layer and head are None where the finding is about the whole model."""
 
@@ -26,6 +26,17 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def __str__(self) -> str:
+        """What was found and what to do about it, for a terminal."""
+        where = "" if self.layer is None else f" in layer {self.layer}, head {self.head}"
+        return f"{self.severity}: {self.rule}{where}: {self.message}. Remedy: {self.remedy}"
+
+    def __repr__(self) -> str:
+        """Without the texts that are the same for every finding of the rule."""
+        texts = ("why", "remedy", "source")
+        shown = (f"{field.name}={getattr(self, field.name)!r}" for field in fields(self) if field.name not in texts)
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,6 @@ LOGIT_ALARM = Rule(
     "Scores this large make the softmax one-hot, so its gradient vanishes and half precision loses digits. In training "
     "they continue to grow and end in loss spikes.",
     "QK-clip (regard.nn.qk_clip_: rescale the query and key weights of this head), QK-norm, a softcap, or a "
-    "smaller learning rate.",
+    "smaller learning rate; see docs/stabilize.md.",
     "QK-clip (Kimi K2) and Megatron's default: largest score > 100",
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _files
 from ..statistics import ROW_STATISTICS
 from .layers import PARTS, Layer
 
@@ -38,9 +38,9 @@ class Partial:
 
 def write(path: str | Path, fields: Mapping[str, Any]) -> None:
     """Write the fields of an `Inspection`. An existing file is replaced in one step, or kept."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
-    path, partial = Path(path), fields["partial"]
+    partial = fields["partial"]
     tensors = {"version": torch.tensor([VERSION]), **_tensors("", fields["layers"])}
     header: dict[str, Any] = {name: fields[name] for name in _PLAIN}
     header |= {"statistics": fields["statistics"], "layers": _headers(fields["layers"]), "partial": None}
@@ -49,11 +49,7 @@ def write(path: str | Path, fields: Mapping[str, Any]) -> None:
         rest = {"digest": partial.digest, "calls": partial.calls, "views": partial.views}
         header["partial"] = rest | {"layers": _headers(partial.layers)}
     text = json.dumps(header)
-    part = path.with_name(path.name + ".part")
-    save_file(tensors, part, metadata={_METADATA: text, _CHECKSUM: _checksum(text, tensors)})
-    with part.open("rb") as written:
-        os.fsync(written.fileno())  # the content is on disk before the name is, also if the power fails
-    part.replace(path)
+    _files.write(path, save(tensors, metadata={_METADATA: text, _CHECKSUM: _checksum(text, tensors)}))
 
 
 def read(path: str | Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from ..form import Form
 from ..lowering import lower
 from ..plan import path, pool_rows, solved_rows
 from ..priors import Bias
-from ..problem import Budget, RowsAndColumns, Transport
+from ..problem import RowsAndColumns, TemperatureRule, Transport
 from .numbers import json_number, json_numbers
 from .token_texts import TokenTexts
 
@@ -32,7 +32,7 @@ class Views:
     """Filled layer by layer by one forward pass; `finish` adds the text of the tokens.
 
     The views exist only if all layers read the same sequence. There are none if the lengths differ (an encoder and a
-    decoder), if a layer is called twice, or if there is padding.
+    decoder), if a layer computes attention twice, or if there is padding.
     """
 
     def __init__(self, layers: int = 1) -> None:
@@ -171,7 +171,7 @@ def _temperature_paths(call: dict[str, Any], queries: list[int]) -> tuple[list[A
     problem = call["problem"] or Transport()
     if isinstance(problem.marginal, RowsAndColumns):
         return None
-    if isinstance(problem.temperature, Tensor | Budget) or not problem.temperature:
+    if isinstance(problem.temperature, Tensor | TemperatureRule) or not problem.temperature:
         return None
     form = lower(**call)
     _, H, _, Tk = form.shape

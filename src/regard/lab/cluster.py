@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
 import tempfile
 import time
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from .._files import write
 from .experiment import LabError, Stopped
 from .provenance import versions
 from .runner import Run
@@ -215,9 +215,7 @@ def _keep(run: Run, cell: tuple[str, int], files: Files) -> bool:
         return False
     folder.mkdir(parents=True, exist_ok=True)
     for name in sorted(files, key=lambda name: name == "result.json"):
-        partial = folder / f"{name}.partial"
-        partial.write_bytes(files[name])
-        os.replace(partial, folder / name)
+        write(folder / name, files[name])
     return "result.json" in files
 
 

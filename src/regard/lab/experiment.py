@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .._files import write
 from . import distributed
 from .corpus import Corpus
 from .judging import Judged
@@ -91,13 +91,11 @@ class Cell:
         """Save the state of the cell. The previous checkpoint is replaced only when the new one is complete."""
         if distributed.rank() != 0:
             return
-        from safetensors.torch import save_file  # optional: only runs need it
+        from safetensors.torch import save  # optional: only runs need it
 
         facts = {**facts, "lines": len(self.metrics())}
-        path = self.folder / "checkpoint.safetensors"
-        partial = path.with_suffix(".partial")
-        save_file({n: t.contiguous() for n, t in tensors.items()}, partial, {"facts": json.dumps(facts)})
-        os.replace(partial, path)
+        content = save({n: t.contiguous() for n, t in tensors.items()}, {"facts": json.dumps(facts)})
+        write(self.folder / "checkpoint.safetensors", content)
 
     def restore(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The tensors and facts of the last checkpoint, if there is one.
@@ -116,7 +114,7 @@ class Cell:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if distributed.rank() == 0:
             lines = self._metrics.read_text("utf-8").splitlines(keepends=True) if self._metrics.exists() else []
-            self._metrics.write_text("".join(lines[: facts["lines"]]), encoding="utf-8")
+            write(self._metrics, "".join(lines[: facts["lines"]]))
         return tensors, facts
 
 

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from .._files import write
 from .experiment import Outcome, Outcomes, finite
 from .experiments import NAMES, load
 from .figures import Record, colours_of, to_svg
@@ -143,9 +144,9 @@ def main(arguments: list[str]) -> None:
                 for old in folder.glob(f"{record['conclusion']['name']}-*.svg"):
                     old.unlink()
                 for name, text in files(record).items():
-                    (folder / name).write_text(text, encoding="utf-8")
+                    write(folder / name, text)
     head = page.read_text("utf-8").partition(MARK)[0] if page.exists() else "# What the lab measured\n\n"
-    page.write_text(head + MARK + "\n" + to_markdown([r["conclusion"] for r in read_records(folder)]), encoding="utf-8")
+    write(page, head + MARK + "\n" + to_markdown([r["conclusion"] for r in read_records(folder)]))
 
 
 if __name__ == "__main__":

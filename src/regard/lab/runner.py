@@ -11,7 +11,6 @@ A finished cell is not computed again, and an interrupted one continues from its
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from .._files import write
 from . import distributed
 from .corpus import Corpus
 from .experiment import CPU, Cell, Config, Experiment, LabError, Outcome, Outcomes, Precision, finite, read_lines
@@ -74,7 +74,7 @@ class Run:
         ):
             path = self.folder / name
             if not path.exists():
-                path.write_text(json.dumps(mine, indent=2) + "\n", encoding="utf-8")
+                write(path, json.dumps(mine, indent=2) + "\n")
                 continue
             there = json.loads(path.read_text("utf-8"))
             mine = json.loads(json.dumps(mine))
@@ -100,9 +100,7 @@ class Run:
         torch.manual_seed(seed)
         result = finite(self.experiment.measure(cell))
         if distributed.rank() == 0:
-            partial = folder / "result.partial"
-            partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-            os.replace(partial, folder / "result.json")
+            write(folder / "result.json", json.dumps(result, indent=2) + "\n")
         distributed.wait_for_all()
 
     def outcomes(self) -> Outcomes:
@@ -137,7 +135,7 @@ class Run:
             **concluded,
         }
         text = json.dumps(written, indent=1, allow_nan=False, ensure_ascii=False)
-        (self.folder / "conclusion.json").write_text(text + "\n", encoding="utf-8")
+        write(self.folder / "conclusion.json", text + "\n")
         return written
 
 

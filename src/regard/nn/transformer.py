@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .._files import replacing
 from .._validate import describe
 from ..features import Features
 from ..operator import attention as solve_and_average
@@ -240,7 +241,8 @@ class Transformer(nn.Module):
         """Write the weights as safetensors; a shared parameter is written once."""
         from safetensors.torch import save_model
 
-        save_model(self, str(path))
+        with replacing(path) as part:
+            save_model(self, str(part))
 
     def load(self, path: str | Path) -> None:
         """Read weights that a model of the same shape wrote; the names of the parameters must match exactly."""

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from .._compat import tree_map
+from .._display import Displayed, html_table
 from .._validate import describe
 from ..lowering import lower_scores
 from ..problem import Transport
 from ..solvers import solver_for
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Certificate:
     """Evidence in float64 that a plan is (or is not) the optimum. One number per row, [..., Tq].
 
@@ -56,23 +57,36 @@ class Certificate:
         return all(bool(part.all()) for part in good)
 
     def __str__(self) -> str:
-        n = self.row_residual.numel()
-        lines = [f"Certificate of {n} row{'s' if n != 1 else ''} (worst row)"]
-        worst = self.worst()
         width = 13 if self.column_residual is None else 15
+        return "\n".join([self._title(), *(f"  {name:<{width}} {text}" for name, text in self._numbers())])
+
+    def __repr__(self) -> str:
+        shown = [f"{name}={value:.3g}" for name, value in self.worst().items()]
+        return f"Certificate(rows={list(self.row_residual.shape)}, {', '.join(shown)})"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._title(), self._numbers())
+
+    def _title(self) -> str:
+        n = self.row_residual.numel()
+        return f"Certificate of {n} row{'s' if n != 1 else ''} (worst row)"
+
+    def _numbers(self) -> list[tuple[str, str]]:
+        """Each field in one number, or as a range."""
+        found, worst = [], self.worst()
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name in worst:
-                lines.append(f"  {f.name:<{width}} {worst[f.name]:.3e}")
+                found.append((f.name, f"{worst[f.name]:.3e}"))
             elif value is not None and value.numel() == 1:
-                lines.append(f"  {f.name:<{width}} {float(value):.9g}")
+                found.append((f.name, f"{float(value):.9g}"))
             elif value is not None and value.numel():
-                lines.append(f"  {f.name:<{width}} {float(value.min()):.9g} to {float(value.max()):.9g}")
-        return "\n".join(lines)
+                found.append((f.name, f"{float(value.min()):.9g} to {float(value.max()):.9g}"))
+        return found
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan(Displayed):
     """A solved problem: `weights` [..., Tk] or [..., Tq, Tk] and one dual variable per row, both differentiable.
 
     With both marginals `column_dual` [..., Tk] has the keys' prices (each document's mean 0, unless relaxed)."""
@@ -86,9 +100,6 @@ class Plan:
     def certificate(self) -> Certificate:
         """Evidence that the plan is optimal."""
         return certify(self.scores, self.weights, self.problem)
-
-    def __repr__(self) -> str:
-        return f"Plan(weights={describe(self.weights)}, dual={describe(self.dual)}, {self.problem!r})"
 
 
 def solve(scores: Tensor, problem: Transport | None = None) -> Plan:

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from .. import statistics
+from .._display import Displayed
 from .._validate import describe
 from ..backends.row_equation import solve_rows
 from ..lowering import lower_scores
 from ..problem import RowsAndColumns, Transport
 
 
-@dataclass(frozen=True, eq=False)
-class Path:
+@dataclass(frozen=True, eq=False, repr=False)
+class Path(Displayed):
     """Rows along a range of temperatures: each field is [n, ...rows], one slice per temperature (itself [n]).
 
     expected_score  sum_j p_j s_j

@@ -2,5 +2,6 @@
 by features (features.py)."""
 
 from .backend import Native
+from .engine import warn_if_missing
 
-__all__ = ["Native"]
+__all__ = ["Native", "warn_if_missing"]

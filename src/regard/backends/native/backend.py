@@ -17,7 +17,7 @@ from ..._validate import concrete
 from ...form import Form
 from ..base import READOUT, Backend
 from ..row_gradient import PARAMETERS, SUMS_KL, SUMS_LINK, RowGradient, row_value
-from .engine import extension
+from .engine import extension, missing
 from .records import FAMILIES, LOG_PRIORS, MARGINALS, centred, record_of
 
 _LIST_ROOM = 128  # numbers that a row may store for backward about its few keys
@@ -37,7 +37,17 @@ _SAVED = {
     "baseline_value": "saved_tilt",
     "baseline_log": "saved_tilt_log",
 }
-_SUMS = {"query": ("dq",), "key": ("dk",), "value": ("dv",)}
+_SUMS = {
+    "query": ("dq",),
+    "key": ("dk",),
+    "value": ("dv",),
+    "relative": ("relative_g",),
+    "query_factor": ("d_query_factor",),
+    "key_factor": ("d_key_factor",),
+    "decay_query": ("row_gp",),
+    "decay_key": ("key_g",),
+}
+_DENSITY_LEAST = 2.0**-60  # stands for a density of 0 in a backward pass: dL/dpi is the sum of dL/dlog(pi), over pi
 
 
 class Native(Backend):
@@ -49,8 +59,8 @@ class Native(Backend):
 
     def unsupported(self, form: Form, names: tuple[str, ...]) -> str | None:
         """Why the engine cannot serve the problem, or None."""
-        module, reason = extension()
-        if module is None:
+        reason = missing()
+        if reason is not None:
             return reason
         assert form.query is not None
         if not form.query.is_cpu:
@@ -182,6 +192,13 @@ class Native(Backend):
                 found[field] = torch.empty((*parts, *tensors["query"].shape), dtype=form.dtype)
             elif field in ("dk", "dv"):
                 found[field] = torch.empty(tensors["key" if field == "dk" else "value"].shape, dtype=form.dtype)
+            elif field == "relative_g":
+                assert form.relative is not None
+                found[field] = torch.zeros((*parts, B, H, 1, form.relative.shape[3]), dtype=torch.float64)
+            elif field in ("d_query_factor", "d_key_factor"):
+                assert form.query_factor is not None
+                rows = (*parts, B, H, Tq) if field == "d_query_factor" else (B, H, Tk)
+                found[field] = torch.zeros((*rows, form.query_factor.shape[3]), dtype=form.dtype)
             elif field.startswith("row"):
                 found[field] = torch.empty((*parts, B, H, Tq), dtype=form.dtype)
             elif field.startswith("key"):
@@ -191,7 +208,7 @@ class Native(Backend):
                 found[field] = torch.zeros(torch.broadcast_shapes(*shapes), dtype=form.dtype)
         _sweep(form, found, outputs, grads, chunks)
         for field in wanted if parts else ():
-            if field == "dq" or (field.startswith("row") and field != "row_dot"):
+            if field in ("dq", "relative_g", "d_query_factor") or (field.startswith("row") and field != "row_dot"):
                 total = found[field][0]
                 for part in found[field][1:]:
                     total += part
@@ -252,7 +269,7 @@ def _may_list(form: Form) -> bool:
     """Whether forward may store lists of the keys with weight, so that backward need not search them
     (sparse_rows.h)."""
     _, _, Tq, Tk = form.shape
-    plain = form.slopes is None and not form.log_priors and form.score_bias is None and not form.softcap
+    plain = not form.weighted and form.score_bias is None and not form.softcap
     return plain and form.family == "tsallis" and form.marginal in ("rows", "sink") and Tq >= 16 and Tk >= 512
 
 
@@ -280,10 +297,22 @@ def _readable(form: Form) -> Tensor:
     for tensor in (form.mask, form.score_bias, *form.log_priors):
         if tensor is not None:
             keys = (tensor if tensor.dtype == torch.bool else tensor != -math.inf).any(2)
-            if keys.shape[1] > heads:
-                keys = keys.unflatten(1, (heads, -1)).any(2)
-            read = read & keys[..., None]
+            read = read & _of_key_heads(keys, heads)[..., None]
+    if form.tile_map is not None and form.tiles is not None:
+        keys = (form.tiles[form.tile_map] != 0).any(2).flatten(2)[..., :Tk]  # [B|1, H|1, Tk]
+        read = read & _of_key_heads(keys, heads)[..., None]
+    if form.selected is not None:
+        blocks = -(-Tk // form.selected_block)
+        some = torch.zeros(*form.selected.shape[:2], blocks + 1, dtype=torch.bool)
+        some.scatter_(2, form.selected.clamp(max=blocks).flatten(2), True)
+        keys = some[..., :blocks].repeat_interleave(form.selected_block, 2)[..., :Tk]
+        read = read & _of_key_heads(keys, heads)[..., None]
     return read if form.key_ids is None else read & (form.key_ids >= 0).mT
+
+
+def _of_key_heads(keys: Tensor, heads: int) -> Tensor:
+    """What some query head reads of each key, by key heads: [B|1, heads|1, Tk]."""
+    return keys.unflatten(1, (heads, -1)).any(2) if keys.shape[1] > heads else keys
 
 
 def _kind(form: Form, slot: str, tensor: Tensor) -> tuple[str, ...]:
@@ -324,6 +353,8 @@ def _sweep(
             record.tensor(_SAVED[name], output)
     for name, grad in grads.items():
         record.tensor(f"grad_{name}", grad)
+    if form.density is not None and not fields.keys().isdisjoint(("row_gp", "key_g", "dense_g")):
+        record.put("density_least", _DENSITY_LEAST)
     for field, tensor in fields.items():
         if field.startswith("dense"):
             record.tensor(field, tensor)
@@ -334,9 +365,14 @@ def _sweep(
 
 def _from_sums(form: Form, slot: str, kind: str, found: dict[str, Tensor]) -> Tensor:
     """The gradient of a tensor slot, from sums per row, per key or per pair."""
+    total = found[kind]
     if kind in ("row_g", "row_gp"):
-        total = found[kind]
-        return (total / row_value(form.temperature) if slot == "score_bias" else total)[..., None]
-    if kind.startswith("key_"):
-        return found[kind][:, :, None]
-    return found[kind]
+        total = (total / row_value(form.temperature) if slot == "score_bias" else total)[..., None]
+    elif kind.startswith("key_"):
+        total = total[:, :, None]
+    if slot == "decay_key":
+        return -total
+    if slot == "density":
+        assert form.density is not None
+        return total.sum_to_size(form.density.shape) / form.density.clamp(min=_DENSITY_LEAST)
+    return total

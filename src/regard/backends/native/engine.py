@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import importlib.util
 import struct
+import sys
 import warnings
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..._compat import constant_when_traced
 
 TYPES = {
     torch.float32: 0,
@@ -33,7 +37,14 @@ _HEAD = (
     *("centred", "scratch", "query", "key", "value"),
 )
 
+REMEDY = (
+    "Install a C++17 compiler, then regard again: pip install -v --force-reinstall --no-deps . "
+    "(-v shows the compiler's messages)."
+)
+
 _loaded: tuple[Any, str] | None = None
+_warned = False
+_INSIDE = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))  # a warning points to a line outside
 
 
 def extension() -> tuple[Any, str]:
@@ -48,11 +59,29 @@ def extension() -> tuple[Any, str]:
         except ImportError as error:
             if "REGARD_ISA" in str(error):  # the user named an instruction set: do not fall back
                 raise ValueError(str(error)) from None
-            missing = importlib.util.find_spec("regard._native") is None
-            reason = "was not built (no C++ compiler at installation?)" if missing else f"does not load: {error}"
+            absent = importlib.util.find_spec("regard._native") is None
+            reason = "was not built (no C++ compiler at installation?)" if absent else f"does not load: {error}"
             _loaded = None, f"the native engine {reason}"
-            warnings.warn(f"regard runs on slower backends: {_loaded[1]}", stacklevel=2)
     return _loaded
+
+
+@constant_when_traced  # torch.compile cannot trace an import that fails
+def missing() -> str | None:
+    """Why there is no engine, or None."""
+    module, reason = extension()
+    return reason if module is None else None
+
+
+def warn_if_missing(query: Tensor) -> None:
+    """Warn, once in a process, that attention on the CPU is slow because there is no engine. Not while it is traced."""
+    global _warned
+    if torch.compiler.is_compiling() or _warned or not query.is_cpu or (reason := missing()) is None:
+        return
+    _warned = True
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(f"regard uses its slower CPU backends: {reason}. {REMEDY}", stacklevel=level)
 
 
 class _Layout:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .engine import SMALL, TYPES, UNBOUNDED, Record, extension
+from .engine import SMALL, TYPES, UNBOUNDED, Record, extension, missing, warn_if_missing
 
 MAPS = {"elu": 0, "relu": 1, "exp": 2}
 
@@ -24,10 +24,10 @@ class Call(NamedTuple):
     offset: int  # causal row i reads the keys up to i + offset; Tk is at most Tq + offset
 
 
-def unavailable() -> str | None:
-    """Why there is no engine, or None."""
-    module, reason = extension()
-    return reason if module is None else None
+def unavailable(query: Tensor) -> str | None:
+    """Why there is no engine, or None. Warns the first time."""
+    warn_if_missing(query)
+    return missing()
 
 
 def _record(

@@ -16,6 +16,8 @@ _CENTRED = 1.25  # Tsallis orders below this are computed as a distance from KL,
 # The other tensors of a form, by the name of their field.
 _TENSORS = {
     **{name: name for name in ("score_bias", "mask", "slopes", "query_ids", "key_ids", "dropout_key", "temperature")},
+    **{name: name for name in ("relative", "query_factor", "key_factor", "decay_query", "decay_key", "density")},
+    **{name: name for name in ("selected", "tile_map")},
     "marginal_parameter": "level",
 }
 
@@ -76,6 +78,15 @@ def record_of(form: Form) -> Record:
             record.tensor(field, tensor)
     if isinstance(alpha, Tensor):
         record.tensor("alpha", alpha)
+    if form.relative is not None:
+        record.put("reach", form.relative.shape[3] // 2)
+    if form.query_factor is not None:
+        record.put("rank", form.query_factor.shape[3])
+    if form.selected is not None:
+        record.put("selections", form.selected.shape[3])
+        record.put("selected_block", form.selected_block)
+    if form.tiles is not None:
+        record.put("tiles", form.tiles.data_ptr())
     for n, prior in enumerate(form.log_priors):
         record.tensor(f"prior{n}", prior)
     return record

@@ -27,7 +27,7 @@ from ...lab.experiments import NAMES, load
 from ...lab.judging import MEASURED, NOT_SIGNIFICANT, REFUTED
 from ...lab.page import read_conclusions, to_html
 from ...lab.session import Display, RunRequest, run_experiments
-from ..terminal import check_output, fail, plain_table, write_output
+from ..terminal import check_outputs, fail, plain_table, write_outputs
 
 COLOURS = {MEASURED: "green", NOT_SIGNIFICANT: "dim", REFUTED: "red"}
 
@@ -74,6 +74,10 @@ def run_experiment(
         finished = run_experiments(request, TerminalDisplay())
     except (LabError, SettingError) as error:
         fail(error)
+    except OSError as error:
+        if error.filename is None or not Path(error.filename).resolve().is_relative_to(out.resolve()):
+            raise
+        fail(f"--out: expected a folder that can be written, got {error.filename}: {error.strerror}")
     raise typer.Exit(0 if finished else 130)
 
 
@@ -82,11 +86,11 @@ def report_experiments(
     out: Annotated[Path, typer.Option(help="Write the page, one HTML file, to this path.")] = Path("lab.html"),
 ) -> None:
     """Write one HTML page with the verdicts and figures of all runs."""
-    check_output(out)
+    check_outputs({"--out": out})
     records = read_conclusions(runs)
     if not records:
         fail(f"{runs}: expected a folder with finished runs, got none")
-    write_output(out, to_html(records), "report", Console())
+    write_outputs({"--out": (out, lambda: to_html(records), "report")}, Console())
 
 
 # --- what a run shows -------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...backends import BACKENDS, REFERENCE, Backend
-from ...form import Form
+from ...form import PRIOR_SLOTS, Form
 from .search import INSIDE, as_kl, coldest_like, search, temperatures_from
 
 MEASURED = ("kl", "score_variance")  # the statistics of each pass
@@ -116,7 +116,7 @@ def _linear_gradients(solver: Backend, form: Form, slots: tuple[str, ...], rate:
     outputs = solver.forward(with_keys, ("out", "lse", *solver.saved(form, ("out",))))
     along = (rate[..., None] * form.scale / form.temperature) * form.query
     found = solver.backward(with_keys, slots, outputs, {"out": along})
-    priors = tuple(slot for slot in slots if slot == "slopes" or slot.startswith("log_priors"))
+    priors = tuple(slot for slot in slots if slot in PRIOR_SLOTS or slot.startswith("log_priors"))
     if priors:
         bare = form.without_scores()
         of_prior = solver.forward(bare, ("lse", *solver.saved(bare, ("lse",))))

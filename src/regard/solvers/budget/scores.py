@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..._validate import concrete
 from ...backends.row_equation import solve_rows
-from ...form import Form
+from ...form import PRIOR_SLOTS, Form
 from ...statistics import entropy, kl, score_variance
 from .search import HARD, INSIDE, as_kl, coldest_like, search, temperatures_from
 
@@ -25,10 +25,8 @@ def match_scores(form: Form, scores: Tensor) -> tuple[Form, Tensor]:
         raise NotImplementedError(
             "MatchKL, MatchEntropy: solve and certify search in eager mode only, outside of transforms"
         )
-    bias = [t.detach() for t in form.log_priors]
-    fixed = dataclasses.replace(
-        form, log_priors=bias, slopes=None if form.slopes is None else form.slopes.detach().double()
-    )
+    fixed = form.detached()
+    fixed = fixed.with_tensors({n: t.double() for n, t in fixed.tensors().items() if n in PRIOR_SLOTS})
 
     def measure(temperature: Tensor, rows: slice, exact: bool) -> tuple[Tensor, Tensor]:
         everything = (slice(0, B), slice(0, H), rows, slice(0, Tk))

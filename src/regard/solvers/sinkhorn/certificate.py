@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -53,12 +54,11 @@ def judge_plan(best: TwoSidedPlan, p: Tensor) -> dict[str, Tensor]:
     f, g = torch.where(a > 0, best.dual, 0.0), best.column_dual
     received = p.sum(-2)
     ratio = torch.xlogy(p.clamp(min=0), p.clamp(min=0))
-    user = best.rows.form.log_priors[:-1]  # the last log-prior holds the keys' prices
-    for prior in user:
-        ratio = ratio - torch.where(p > 0, p * prior, 0.0)
-    if best.rows.form.slopes is not None:
-        distance = best.rows.form.distance(p.shape[2], p.shape[3], p.device).abs()
-        ratio = ratio + p * best.rows.form.slopes * distance
+    form = best.rows.form
+    form = dataclasses.replace(form, log_priors=form.log_priors[:-1])  # the last log-prior holds the keys' prices
+    log_prior = form.log_prior(p.shape[2], p.shape[3], p.dtype, p.device)
+    if log_prior is not None:
+        ratio = ratio - torch.where(p > 0, p * log_prior, 0.0)
     allowed = best.rows.where_admissible(torch.ones_like(p), 0.0) if p.numel() else p
     allowed = allowed * (a > 0)[..., None] * (b > 0)[:, :, None]
     ratio = torch.where((allowed == 0) & (p > 0), math.inf, ratio)  # mass where the pair is masked

@@ -22,8 +22,8 @@ class Infeasibility:
         self.heads = torch.zeros(form.shape[:2], dtype=torch.bool, device=marginals.row.device)
         self.reason = ""
         # A problem without masks has a plan: within a document every query may send something to every key.
-        pieces = (form.mask, form.left, form.right, form.score_bias, *form.log_priors)
-        self.possible = marginals.balanced and any(piece is not None for piece in pieces)
+        masks = dataclasses.replace(form, query_ids=None, key_ids=None)
+        self.possible = marginals.balanced and masks.has_prior
 
     def look(self, stage: Stage, state: State, number: int, tolerance: float, arrived: Tensor) -> Tensor:
         """The heads proven to have no plan. Tests the state of iteration `number` if a test is due."""

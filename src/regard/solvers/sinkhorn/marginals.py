@@ -67,8 +67,7 @@ class Marginals:
         if form.row_mass is not None:
             row = form.row_mass.squeeze(3).expand(B, H, Tq)
         keys = torch.ones(B, H, Tk, dtype=torch.bool, device=device)
-        pieces = (form.mask, form.query_ids, form.left, form.right, form.score_bias, *form.log_priors)
-        if any(piece is not None for piece in pieces):
+        if form.has_prior:
             prior = one_sided(plan_only(form.detached()).without_scores())
             solver = BACKENDS[backend]
             # Not "> 0": a NaN in the prior makes the support NaN, which must not count as masked everywhere.

@@ -43,6 +43,10 @@ def transposed(form: Form) -> Form:
         score_bias=turned(form.score_bias),
         mask=turned(form.mask),
         log_priors=[t.mT for t in form.log_priors],
+        relative=None if form.relative is None else form.relative.flip(3),
+        query_factor=form.key_factor,
+        key_factor=form.query_factor,
+        density=turned(form.density),
         query_ids=turned(form.key_ids),
         key_ids=turned(form.query_ids),
         left=form.right,
@@ -67,8 +71,15 @@ def heated(form: Form, heat: Tensor | None) -> Form:
 def squared(form: Form) -> Form:
     """The problem whose unnormalised weights pi exp(s/tau) are the squares of this one's."""
     slopes = None if form.slopes is None else 2 * form.slopes
-    log_priors = [2 * t for t in form.log_priors]
-    return dataclasses.replace(form, temperature=form.temperature / 2, log_priors=log_priors, slopes=slopes)
+    return dataclasses.replace(
+        form,
+        temperature=form.temperature / 2,
+        log_priors=[2 * t for t in form.log_priors],
+        slopes=slopes,
+        relative=None if form.relative is None else 2 * form.relative,
+        query_factor=None if form.query_factor is None else 2 * form.query_factor,
+        density=None if form.density is None else form.density.square(),
+    )
 
 
 def with_prices_as_feature(form: Form, prices: Tensor) -> Form:

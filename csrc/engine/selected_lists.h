@@ -1,0 +1,58 @@
+// Selected keys as lists: the keys that each row selected, one by one.
+//
+// Rows that select different keys share no tile, so their products are computed pair by pair, and the cost follows the
+// number of selected keys. Lists are used where nothing but the band masks keys besides, and x is the product alone.
+// Elsewhere a selection is a mask (prior_terms.h).
+#pragma once
+#include "engine/prior_terms.h"
+#include "engine/tiles.h"
+
+namespace {
+
+inline int64_t longest_selection(const Problem &p) { return p.selections * p.selected_block; }
+
+inline bool lists_selection(const Problem &p) {
+  if (!p.selected) return false;
+  const Terms terms(p);
+  const bool plain = terms.folded && !(terms.prior || terms.mask || terms.documents || p.tile_map);
+  return plain && p.Tq >= 16 && 3 * longest_selection(p) <= p.Tk;
+}
+
+// The keys of one row that it selected and may read by its band, in increasing order, `step` apart. Returns how many.
+template <class R, int NV>
+int64_t selected_keys(const Problem &p, const Rows<R, NV> &rows, int lane, int32_t *to, int64_t step) {
+  const int64_t *index = (const int64_t *)p.selected.data + rows.at(p.selected, lane);
+  const int64_t where = rows.query[lane] + p.offset;
+  const int64_t low = max_of((int64_t)0, where - p.left), high = min_of(p.Tk, where + p.right + 1);
+  int64_t n = 0;
+  for (int64_t at = 0; at < p.selections; ++at) {
+    const int64_t block = index[at * p.selected.s3];
+    if (block >= p.Tk) break;  // nothing more was selected
+    const int64_t from = max_of(low, block * p.selected_block), end = min_of(high, (block + 1) * p.selected_block);
+    for (int64_t key = from; key < end; ++key) to[n++ * step] = (int32_t)key;
+  }
+  return n;
+}
+
+// to[t] = <q, k> for the keys of a list. q has whole vectors. EXACT: summed as `scores` does. `spare` has 16 rows of Dp.
+template <class R, bool EXACT>
+void score_list(const Problem &p, int64_t b, int64_t kv, const R *q, const int32_t *index, int64_t step, int64_t n,
+                R *spare, R *to) {
+  const Tensor &key = p.key;
+  const int64_t base = key.s0 * b + key.s1 * kv, Dp = padded<R>(p.D);
+  const bool as_is = readable_in_place<R>(key, p.D) && p.D == Dp;
+  const auto row = [&](int64_t t, int u) -> const R * {
+    const int64_t at = base + index[t * step] * key.s2;
+    if (as_is) return (const R *)key.data + at;
+    R *copied = spare + u * Dp;
+    copy<R>(key.data, key.type, at, key.s3, p.D, copied, 1, (R)1);
+    for (int64_t d = p.D; d < Dp; ++d) copied[d] = 0;
+    return copied;
+  };
+  if (EXACT)
+    chains(q, Dp, n, to, row);
+  else
+    dots(q, Dp, n, to, row);
+}
+
+}  // namespace

@@ -1,0 +1,102 @@
+"""How many keys each query may read, and the temperature that follows from it (`ByKeys`).
+
+A band, documents and masks per key are counted in O(T log T). For any other prior the pairs are counted, block by
+block.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ._validate import Scalar, check_values, row_parameter
+from .form import Form
+from .priors import PlanShape
+from .problem import ByKeys
+
+_PAIRS = 2**22  # that are counted at once
+
+
+def temperature_by_keys(form: Form, rule: ByKeys, shape: PlanShape) -> Tensor:
+    """The temperature of each row, [B|1, H|1, Tq, 1]."""
+
+    def parameter(name: str, value: Scalar) -> Tensor:
+        if not isinstance(value, Tensor):
+            value = torch.full((1, 1, 1, 1), float(value), dtype=shape.dtype, device=shape.device)
+        fitted = row_parameter(f"ByKeys({name})", value, shape.B, shape.H, shape.Tq, shape.dtype, shape.device, True)
+        assert isinstance(fitted, Tensor)
+        return fitted
+
+    slope, offset, power = (parameter(name, getattr(rule, name)) for name in ("slope", "offset", "power"))
+    check_values("ByKeys(power)", power, "power > 0", lambda x: (x > 0) & x.isfinite())
+    with torch.no_grad():
+        count = admissible_keys(form)
+        several = count > 1
+        log_count = torch.where(several, count, 2).to(shape.dtype).log()
+    inverse = offset + slope * torch.where(several, log_count**power, 0.0)
+    check_values("temperature", inverse, "ByKeys with 1/temperature >= 0", lambda x: (x >= 0) & x.isfinite())
+    # In a row of one key the power is constant, and under plain rows so is the plan: there a limit needs no gradient.
+    varied = several if form.marginal == "rows" or not offset.requires_grad else torch.ones_like(several)
+    if inverse.requires_grad:
+        zero = torch.where(varied, inverse, 1.0)
+        check_values("temperature", zero, "ByKeys with 1/temperature > 0 where it needs a gradient", lambda x: x > 0)
+    # 1/temperature = 0 is the limit of high temperatures, where the plan is the prior's own to rounding.
+    return 1 / inverse.clamp(min=_LEAST[shape.dtype])
+
+
+_LEAST = {torch.float32: 1e-12, torch.float64: 1e-24}
+
+
+def admissible_keys(form: Form) -> Tensor:
+    """The number of keys with pi > 0 of each row, [B|1, H|1, Tq, 1]."""
+    assert form.query is not None
+    Tq, Tk = form.shape[2:]
+    device = form.query.device
+    if Tk == 0:
+        return torch.zeros(1, 1, Tq, 1, dtype=torch.long, device=device)
+    masks = [bias != -math.inf for bias in (form.score_bias, *form.log_priors) if bias is not None]
+    masks += [] if form.mask is None else [form.mask]
+    masks += [] if form.density is None else [form.density > 0]
+    if form.selected is not None or form.tile_map is not None or any(mask.shape[2] > 1 for mask in masks):
+        return _count_pairs(form)
+    position = torch.arange(Tq, device=device) + form.offset
+    first = torch.zeros_like(position) if form.left is None else (position - form.left).clamp(0, Tk)
+    stop = torch.full_like(position, Tk) if form.right is None else (position + form.right + 1).clamp(0, Tk)
+    stop = torch.maximum(first, stop)
+    if form.query_ids is None or form.key_ids is None:
+        if not masks:
+            return (stop - first)[None, None, :, None]
+        keys = masks[0]
+        for mask in masks[1:]:
+            keys = keys & mask
+        keys = keys.expand(*keys.shape[:2], 1, Tk)
+        before = torch.nn.functional.pad(keys.long().cumsum(3), (1, 0))
+        return (before[..., stop] - before[..., first]).mT
+    # Number the keys by document and position. The keys of a document inside a band are then a range.
+    keys, queries = form.key_ids, form.query_ids.mT  # [B|1, 1, 1, T]
+    for mask in masks:
+        keys = torch.where(mask, keys, -1)
+    shape = torch.broadcast_shapes(keys.shape[:3], queries.shape[:3])
+    keys, queries = keys.expand(*shape, Tk).contiguous(), queries.expand(*shape, Tq)
+    code = torch.where(keys < 0, -1, keys * (Tk + 1) + torch.arange(Tk, device=device)).sort(-1).values
+    ends = [torch.searchsorted(code, (queries * (Tk + 1) + end).contiguous()) for end in (first, stop)]
+    return torch.where(queries < 0, 0, ends[1] - ends[0]).mT
+
+
+def _count_pairs(form: Form) -> Tensor:
+    B, H, Tq, Tk = form.shape
+    assert form.query is not None
+    step = max(1, _PAIRS // max(1, B * H * Tk))
+    counts = []
+    for start in range(0, Tq, step):
+        rows = slice(start, min(Tq, start + step))
+        block = form.cut(slice(0, B), slice(0, H), rows, slice(0, Tk))
+        size = rows.stop - start
+        allowed = block.admissible(size, Tk, form.query.device)
+        if block.density is not None:
+            allowed = block.density > 0 if allowed is None else allowed & (block.density > 0)
+        assert allowed is not None
+        counts.append(allowed.expand(*torch.broadcast_shapes(allowed.shape, (1, 1, size, Tk))).sum(-1, keepdim=True))
+    return torch.cat(counts, 2) if counts else torch.zeros(1, 1, 0, 1, dtype=torch.long, device=form.query.device)

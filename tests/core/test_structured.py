@@ -1,0 +1,657 @@
+"""Priors with structure: tables, factors, decays, densities. Their gradients, accuracy, decoding and memory."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from transformers.models.t5.modeling_t5 import T5Attention
+
+import regard
+from regard import (
+    KL,
+    AuxRequest,
+    Bias,
+    Blocks,
+    ByKeys,
+    Causal,
+    Decay,
+    Density,
+    Documents,
+    FermiDirac,
+    Free,
+    LowRank,
+    Prefix,
+    Relative,
+    Rows,
+    RowsAndColumns,
+    Selected,
+    Transport,
+    Tsallis,
+    Window,
+)
+from support.cases import assert_close
+from support.memory import PEAK, reads_peak
+from support.reference import truth
+
+pytestmark = pytest.mark.each_isa
+by_engine = pytest.mark.parametrize("backend", ["native", "torch"])
+double = torch.float64
+
+
+def draw(*shape, seed=0, dtype=double):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=double).to(dtype)
+
+
+def uniform(low, high, *shape, seed=0, dtype=double):
+    drawn = torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=double)
+    return (drawn * (high - low) + low).to(dtype)
+
+
+def attend(q, k, v, prior, backend, regularizer=None, marginal=None, **more):
+    problem = Transport(regularizer, prior=prior, marginal=marginal)
+    return regard.attention(q, k, v, problem=problem, enable_gqa=True, backend=backend, **more)
+
+
+# --- construction and shapes ------------------------------------------------------------------------------------------
+
+# Query and key have B = 2, H = 4, Hkv = 2, Tq = 5, Tk = 9.
+ERRORS = {
+    "table of integers": (
+        lambda: Relative(torch.zeros(3).long()),
+        TypeError,
+        r"Relative\(table\): expected a floating",
+    ),
+    "table, no tensor": (lambda: Relative([0.0]), TypeError, r"Relative\(table\): expected a floating.*got \[0\.0\]"),
+    "even table": (
+        lambda: Relative(torch.zeros(4)),
+        ValueError,
+        r"Relative\(table\): expected shape \[H, 2R \+ 1\].*4",
+    ),
+    "deep table": (
+        lambda: Relative(torch.zeros(1, 4, 3)),
+        ValueError,
+        r"Relative\(table\): expected shape.*\[1, 4, 3\]",
+    ),
+    "scalar table": (lambda: Relative(torch.tensor(1.0)), ValueError, r"Relative\(table\): expected shape.*got \[\]"),
+    "table alignment": (
+        lambda: Relative(torch.zeros(3), "left"),
+        ValueError,
+        r"Relative\(alignment\): expected.*'left'",
+    ),
+    "t5 integers": (lambda: Relative.t5(torch.zeros(8, 2).int(), True), TypeError, r"Relative.t5\(weights\): expected"),
+    "t5 shape": (
+        lambda: Relative.t5(torch.zeros(8), True),
+        ValueError,
+        r"Relative.t5\(weights\): expected shape.*\[8\]",
+    ),
+    "t5 buckets": (
+        lambda: Relative.t5(torch.zeros(3, 2), True),
+        ValueError,
+        "Relative.t5: expected at least 4 buckets",
+    ),
+    "t5 distance": (lambda: Relative.t5(torch.zeros(8, 2), True, 3), ValueError, "max_distance >= .*max_distance=3"),
+    "factor of integers": (
+        lambda: LowRank(torch.zeros(5, 2).int(), torch.zeros(9, 2)),
+        TypeError,
+        r"LowRank\(query_factor\): expected a floating",
+    ),
+    "no key factor": (
+        lambda: LowRank(torch.zeros(5, 2), None),
+        TypeError,
+        r"LowRank\(key_factor\): expected a floating-point tensor, got None",
+    ),
+    "flat factor": (
+        lambda: LowRank(torch.zeros(5, 2), torch.zeros(9)),
+        ValueError,
+        r"LowRank\(key_factor\): expected shape \[..., T, r\], got \[9\]",
+    ),
+    "ranks": (
+        lambda: LowRank(torch.zeros(5, 2), torch.zeros(9, 3)),
+        ValueError,
+        "LowRank: expected factors of one rank r, got 2 and 3",
+    ),
+    "gates of integers": (lambda: Decay(torch.zeros(9).int()), TypeError, r"Decay\(log_forget\): expected a floating"),
+    "one gate": (lambda: Decay(torch.tensor(-1.0)), ValueError, r"Decay\(log_forget\): expected shape.*got \[\]"),
+    "decay alignment": (lambda: Decay(torch.zeros(9), 3), ValueError, r"Decay\(alignment\): expected.*got 3"),
+    "density of bools": (lambda: Density(torch.ones(9).bool()), TypeError, r"Density\(prior\): expected a floating"),
+    "float index": (lambda: Selected(torch.zeros(5, 2)), TypeError, r"Selected\(index\): expected an integer tensor"),
+    "bool index": (lambda: Selected(torch.zeros(5, 2).bool()), TypeError, r"Selected\(index\): expected an integer"),
+    "flat index": (lambda: Selected(torch.zeros(5).long()), ValueError, r"Selected\(index\): expected shape.*\[5\]"),
+    "no block": (
+        lambda: Selected(torch.zeros(5, 2).long(), 0),
+        ValueError,
+        r"Selected\(block\): expected a pos.*got 0",
+    ),
+    "half a block": (lambda: Selected(torch.zeros(5, 2).long(), 1.5), ValueError, r"Selected\(block\): .*got 1.5"),
+    "negative prefix": (lambda: Prefix(-1), ValueError, r"Prefix\(n\): expected an int >= 0.*got -1"),
+    "float prefix": (lambda: Prefix(2.0), ValueError, r"Prefix\(n\): expected an int >= 0.*got 2\.0"),
+    "prefix of floats": (lambda: Prefix(torch.ones(2)), TypeError, r"Prefix\(n\): expected .*got Tensor\(float32"),
+    "prefix of two": (lambda: Prefix(torch.ones(2, 2).long()), TypeError, r"Prefix\(n\): expected .* \[B\]"),
+    "map of numbers": (lambda: Blocks(torch.ones(1, 2), 5), TypeError, r"Blocks\(map\): expected a bool tensor"),
+    "flat map": (lambda: Blocks(torch.ones(2).bool(), 5), ValueError, r"Blocks\(map\): expected shape.*got \[2\]"),
+    "size": (lambda: Blocks(torch.ones(1, 2).bool(), 0), ValueError, r"Blocks\(size\): expected a positive int, got 0"),
+    "slope": (
+        lambda: ByKeys("1"),
+        TypeError,
+        r"ByKeys\(slope\): expected a number or a floating-point tensor, got '1'",
+    ),
+    "offset": (lambda: ByKeys(1.0, math.inf), ValueError, r"ByKeys\(offset\): expected a finite number, got inf"),
+    "power": (lambda: ByKeys(1.0, 0.0, 0.0), ValueError, r"ByKeys\(power\): expected a positive, finite number, got 0"),
+}
+MISFITS = {
+    "heads of a table": (Relative(torch.zeros(3, 3), "top_left"), r"Relative\(table\): expected .* H=4, .*\[3, 3\]"),
+    "table not finite": (Relative(torch.full((3,), math.inf), "top_left"), r"Relative\(table\): expected finite.*inf"),
+    "table NaN": (Relative(torch.full((3,), math.nan), "top_left"), r"Relative\(table\): expected finite.*got nan"),
+    "queries of a factor": (
+        LowRank(torch.zeros(4, 2), torch.zeros(9, 2)),
+        r"LowRank\(query_factor\): expected .*\[4, 2\]",
+    ),
+    "one query factor": (LowRank(torch.zeros(1, 2), torch.zeros(9, 2)), r"LowRank\(query_factor\): expected T=5 rows"),
+    "keys of a factor": (LowRank(torch.zeros(5, 2), torch.zeros(5, 2)), r"LowRank\(key_factor\): expected .*\[5, 2\]"),
+    "heads of a factor": (
+        LowRank(torch.zeros(5, 2), torch.zeros(3, 9, 2)),
+        r"LowRank\(key_factor\): expected .*got \[3, 9, 2\]",
+    ),
+    "factor NaN": (
+        LowRank(torch.zeros(5, 2), torch.full((9, 2), math.nan)),
+        r"LowRank\(key_factor\): expected finite numbers, got nan",
+    ),
+    "gates of queries": (Decay(torch.zeros(5), "top_left"), r"Decay\(log_forget\): expected .*got \[5\]"),
+    "one gate for all": (Decay(torch.zeros(4, 1), "top_left"), r"Decay\(log_forget\): expected .*Tk=9.*\[4, 1\]"),
+    "gate above 1": (
+        Decay(torch.full((9,), 0.1), "top_left"),
+        r"Decay\(log_forget\): expected finite numbers <= 0, got 0.1",
+    ),
+    "gate 0": (Decay(torch.full((9,), -math.inf), "top_left"), r"Decay\(log_forget\): expected finite.*got -inf"),
+    "density below 0": (Density(torch.full((9,), -0.5)), r"Density\(prior\): expected finite numbers >= 0, got -0.5"),
+    "density NaN": (Density(torch.full((9,), math.nan)), r"Density\(prior\): expected finite numbers >= 0, got nan"),
+    "density inf": (Density(torch.full((9,), math.inf)), r"Density\(prior\): expected finite numbers >= 0, got inf"),
+    "density shape": (Density(torch.ones(5)), r"Density\(prior\): expected a shape .*\[2, 4, 5, 9\], got \[5\]"),
+    "rows of an index": (Selected(torch.zeros(4, 2).long()), r"Selected\(index\): expected .*got \[4, 2\]"),
+    "one row of an index": (Selected(torch.zeros(1, 2).long()), r"Selected\(index\): expected one row .*Tq=5"),
+    "prefixes": (Prefix(torch.ones(3).long()), r"Prefix\(n\): expected a number for each batch entry, B=2, got \[3\]"),
+    "prefix values": (Prefix(torch.tensor([1, -1])), r"Prefix\(n\): expected numbers >= 0, got -1"),
+    "blocks": (Blocks(torch.ones(2, 2).bool(), 5), r"Blocks\(map\): expected .*got \[2, 2\]"),
+    "one block": (Blocks(torch.ones(1, 1).bool(), 5), r"Blocks\(map\): expected 1 x 2 blocks of size 5, got \[1, 1\]"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_of_construction(name):
+    make, kind, message = ERRORS[name]
+    with pytest.raises(kind, match=message):
+        make()
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_errors_of_shapes_and_values(name):
+    prior, message = MISFITS[name]
+    q, k = draw(2, 4, 5, 8), draw(2, 2, 9, 8)
+    for more in (prior, Causal("top_left") * prior):
+        with pytest.raises(ValueError, match=message):
+            attend(q, k, k, more, "torch")
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda t: Relative(t(3), "top_left"), "Relative(table)"),
+        (lambda t: LowRank(t(5, 2), torch.zeros(9, 2)), "LowRank(query_factor)"),
+        (lambda t: LowRank(torch.zeros(5, 2), t(9, 2)), "LowRank(key_factor)"),
+        (lambda t: Decay(t(9), "top_left"), "Decay(log_forget)"),
+        (lambda t: Density(t(9)), "Density(prior)"),
+        (lambda t: Selected(t(5, 2).long()), "Selected(index)"),
+        (lambda t: Prefix(t(2).long()), "Prefix(n)"),
+        (lambda t: Blocks(t(1, 2).bool(), 5), "Blocks(map)"),
+    ],
+)
+def test_errors_of_devices_and_types(make, name):
+    q, k = draw(2, 4, 5, 8), draw(2, 2, 9, 8)
+    with pytest.raises(ValueError, match=r"expected a tensor on cpu, as query, got one on meta") as raised:
+        attend(q, k, k, make(lambda *shape: torch.zeros(shape, device="meta")), "torch")
+    assert str(raised.value).startswith(name)
+
+    class Subclass(torch.Tensor):
+        """A tensor type of another library."""
+
+    with pytest.raises(TypeError, match="expected a plain tensor, got a Subclass") as wrong:
+        attend(q, k, k, make(lambda *shape: torch.zeros(shape).as_subclass(Subclass)), "torch")
+    assert str(wrong.value).startswith(name)
+
+
+def test_errors_of_the_rule():
+    q, k = draw(2, 4, 5, 8), draw(2, 2, 9, 8)
+    for rule, message in (
+        (ByKeys(-1.0), "temperature: expected ByKeys with 1/temperature >= 0, got -"),
+        (ByKeys(1.0, -10.0), "temperature: expected ByKeys with 1/temperature >= 0, got -"),
+        (ByKeys(torch.full((4,), -0.1)), "temperature: expected ByKeys with 1/temperature >= 0, got -"),
+        (ByKeys(torch.tensor(math.nan)), "temperature: expected ByKeys with 1/temperature >= 0, got nan"),
+        (ByKeys(torch.ones(3)), r"ByKeys\(slope\): expected a number or a shape \[H=4\]"),
+        (ByKeys(1.0, torch.ones(2, 4, 9, 1)), r"ByKeys\(offset\): expected a number or a shape"),
+        (ByKeys(1.0, 0.5, torch.full((4,), -1.0)), r"ByKeys\(power\): expected power > 0, got -1"),
+        (
+            ByKeys(torch.zeros(4, requires_grad=True)),
+            "temperature: expected ByKeys with 1/temperature > 0 where it needs",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            regard.attention(q, k, k, problem=Transport(temperature=rule), enable_gqa=True)
+    with pytest.raises(ValueError, match=r"temperature: expected one for all queries .* got ByKeys"):
+        regard.attention(k, k, k, problem=Transport(marginal=RowsAndColumns(), temperature=ByKeys(1.0)))
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+GRADIENTS = {
+    "softmax": (KL(), None),
+    "sink": (KL(), Rows(sink=0.3)),
+    "relaxed": (KL(), Rows(relax=0.8)),
+    "free": (KL(), Free(-0.5)),
+    "entmax": (Tsallis(1.5), None),
+    "sparsemax, sink": (Tsallis(2.0), Rows(sink=0.3)),
+    "sigmoid": (FermiDirac(), Free(-1.0)),
+}
+LEARNED = {
+    "table": (lambda t: Relative(t, "bottom_right"), draw(4, 5)),
+    "one table for all heads": (lambda t: Relative(t, "bottom_right"), draw(15)),
+    "query factor": (lambda t: LowRank(t, draw(2, 2, 9, 3)), draw(2, 4, 5, 3, seed=1)),
+    "query factor of all": (lambda t: LowRank(t, draw(4, 9, 3)), draw(5, 3, seed=1)),
+    "key factor": (lambda t: LowRank(draw(4, 5, 3), t), draw(2, 1, 9, 3, seed=1)),
+    "key factor of key heads": (lambda t: LowRank(draw(4, 5, 3), t), draw(2, 9, 3, seed=1)),
+    "gates": (lambda t: Decay(t, "bottom_right"), uniform(-1, -0.1, 2, 4, 9)),
+    "gates of all": (lambda t: Decay(t, "top_left"), uniform(-1, -0.1, 9)),
+    "density": (Density, uniform(0.1, 1, 2, 4, 5, 9)),
+    "density per key": (Density, uniform(0.1, 1, 4, 1, 9)),
+    "density per query": (Density, uniform(0.1, 1, 5, 1)),
+    "density of heads": (Density, uniform(0.1, 1, 4, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize("how", GRADIENTS)
+@by_engine
+def test_gradcheck(name, how, backend):
+    if backend == "torch" and how not in ("softmax", "entmax"):
+        pytest.skip("the table of cases has it")
+    make, tensor = LEARNED[name]
+    regularizer, marginal = GRADIENTS[how]
+    q, k, v = draw(2, 4, 5, 4), draw(2, 2, 9, 4, seed=1), draw(2, 2, 9, 3, seed=2)
+    tensor = tensor.clone().requires_grad_()
+
+    def function(t):
+        return attend(q, k, v, make(t), backend, regularizer, marginal)
+
+    assert torch.autograd.gradcheck(function, tensor, fast_mode=True)
+    assert (torch.autograd.grad(function(tensor).sin().sum(), tensor)[0] != 0).any()
+
+
+@pytest.mark.parametrize("how", GRADIENTS)
+@by_engine
+def test_the_gradient_of_a_density_of_0_is_that_from_the_right(how, backend):
+    regularizer, marginal = GRADIENTS[how]
+    q, k, v = draw(1, 2, 4, 4), draw(1, 2, 6, 4, seed=1), draw(1, 2, 6, 3, seed=2)
+    density = uniform(0.2, 1, 1, 2, 4, 6)
+    density[:, :, :, 1] = density[:, 1, 2, 3:] = 0
+
+    def loss(t):
+        return attend(q, k, v, Density(t), backend, regularizer, marginal).sin().sum()
+
+    leaf = density.clone().requires_grad_()
+    (found,) = torch.autograd.grad(loss(leaf), leaf)
+    step = 1e-6
+    for at in (density == 0).nonzero().tolist():
+        values = []
+        for n in range(3):
+            moved = density.clone()
+            moved[tuple(at)] = n * step
+            values.append(loss(moved))
+        slope = (4 * values[1] - values[2] - 3 * values[0]) / (2 * step)  # one-sided, of second order
+        assert torch.allclose(found[tuple(at)], slope, atol=1e-6, rtol=1e-5), (at, found[tuple(at)], slope)
+    if regularizer == KL():
+        assert (found[density == 0] != 0).all()  # alive
+
+
+@pytest.mark.parametrize("how", GRADIENTS)
+@pytest.mark.parametrize("dtype", [torch.float32, double], ids=["float32", "float64"])
+@by_engine
+def test_a_row_of_zero_density_is_empty(how, dtype, backend):
+    regularizer, marginal = GRADIENTS[how]
+    leaves = [t.to(dtype).requires_grad_() for t in (draw(1, 2, 4, 4), draw(1, 2, 6, 4, seed=1), draw(1, 2, 6, 3))]
+    density = uniform(0.2, 1, 4, 6).to(dtype)
+    density[2] = 0
+    density.requires_grad_()
+    out = attend(*leaves, Density(density), backend, regularizer, marginal)
+    gradients = torch.autograd.grad(out.sin().sum(), [*leaves, density])
+    assert (out[:, :, 2] == 0).all() and (gradients[0][:, :, 2] == 0).all()
+    assert all(g.isfinite().all() for g in gradients)
+    # With a price that does not depend on the row's keys, a key of density 0 has a gradient also in such a row.
+    if marginal is None:
+        assert (gradients[3][2] == 0).all()
+
+
+@by_engine
+def test_zero_densities_beside_scores_that_overflow(backend):
+    """A key of density 0 may have a score far above all others: its weight is 0, and nothing overflows."""
+    q, k, v = (draw(1, 1, 8, 4, seed=n, dtype=torch.float32) for n in range(3))
+    k[:, :, 3] *= 1e4
+    density = torch.ones(8)
+    density[3] = 0
+    leaves = [t.requires_grad_() for t in (q, k, v, density)]
+    out = attend(q, k, v, Density(density), backend)
+    mask = torch.arange(8) != 3
+    assert_close(out, regard.attention(q, k, v, attn_mask=mask), torch.float32)
+    gradients = torch.autograd.grad(out.sin().sum(), leaves)
+    assert all(g.isfinite().all() for g in gradients[:3])
+
+
+@pytest.mark.parametrize("T", [2000])
+@by_engine
+def test_gradients_of_long_sums_keep_their_digits(T, backend):
+    """Each entry of a table sums over a diagonal of pairs, each gate over all queries and keys after it."""
+    shapes = {"table": (2, 9), "query": (T, 2), "key": (2, T, 2), "gates": (2, T), "density": (2, 1, T)}
+    results = []
+    for dtype, engine in ((torch.float32, backend), (double, "torch")):
+        q, k, v = (draw(1, 2, T, 8, seed=n, dtype=torch.float32).to(dtype) for n in range(3))
+        leaves = {name: draw(*shape, seed=5, dtype=torch.float32).to(dtype) for name, shape in shapes.items()}
+        leaves["gates"] = -0.01 * leaves["gates"].abs()
+        leaves["density"] = leaves["density"].abs() + 0.1
+        for leaf in leaves.values():
+            leaf.requires_grad_()
+        prior = Relative(leaves["table"]) * LowRank(leaves["query"], leaves["key"])
+        prior = prior * Decay(leaves["gates"]) * Density(leaves["density"])
+        out = attend(q, k, v, prior, engine)
+        results.append(torch.autograd.grad(out.sin().sum(), list(leaves.values())))
+    for name, got, expected in zip(shapes, *results, strict=True):
+        assert_close(got, expected, torch.float32, 4, name)
+
+
+# --- Decay over long sequences ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3], ids=["equal gates", "gates vary"])
+@by_engine
+def test_decay_is_accurate_at_65536_keys(backend, spread):
+    """The cumulative sums reach -45 000, where float32 has steps of 0.004; their differences are exact."""
+    T, last = 65536, 64
+    gates = (-0.7 + spread * draw(1, T)).clamp(max=-0.01)
+    q, k, v = (draw(1, 1, n, 8, seed=s) for s, n in enumerate((last, T, T)))
+    gates, q, k, v = (t.float() for t in (gates, q, k, v))
+    q.requires_grad_(), gates.requires_grad_()
+    out, aux = attend(q, k, v, Decay(gates, "bottom_right"), backend, return_aux=AuxRequest(entropy=True, lse=True))
+    near = 600  # earlier keys weigh less than exp(-0.2 * 500)
+    part, own = gates.detach().double()[:, -near:], torch.arange(near)
+    position = own[-last:, None]
+    between = (own > own[:, None, None]).permute(1, 0, 2) & (own <= position[..., None])  # [last, near, near]
+    log_prior = torch.einsum("l,ijl->ij", part[0], between.double()).masked_fill(own > position, -math.inf)
+    exact_q = q.detach().double().requires_grad_()
+    x = exact_q @ k[:, :, -near:].double().mT / math.sqrt(8) + log_prior
+    expected = x.softmax(-1) @ v[:, :, -near:].double()
+    assert_close(out, expected, torch.float32, 1, "out")
+    assert_close(aux.lse, x.logsumexp(-1), torch.float32, 2, "lse")
+    weight = draw(*out.shape, seed=9)
+    found, by_gate = torch.autograd.grad(out, (q, gates), weight.float())
+    (wanted,) = torch.autograd.grad(expected, exact_q, weight)
+    assert_close(found, wanted, torch.float32, 4, "gradient of query")
+    assert by_gate.isfinite().all() and by_gate[0, -2] != 0
+
+
+# --- T5 ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize(("buckets", "max_distance"), [(32, 128), (32, 20), (8, 128), (6, 50), (4, 7), (64, 1000)])
+def test_t5_has_the_buckets_of_transformers(bidirectional, buckets, max_distance):
+    numbers = torch.arange(buckets, dtype=double)[:, None] + torch.tensor([0.0, 1000.0])
+    table = Relative.t5(numbers, bidirectional, max_distance).table  # entries are the numbers of buckets
+    distance = torch.arange(-max_distance, max_distance + 1)
+    expected = T5Attention._relative_position_bucket(distance, bidirectional, buckets, max_distance)
+    assert torch.equal(table, expected + torch.tensor([[0.0], [1000.0]], dtype=double))
+    far = T5Attention._relative_position_bucket(torch.tensor([-5000, 5000]), bidirectional, buckets, max_distance)
+    assert torch.equal(table[0, [0, -1]], far.double())
+
+
+@pytest.mark.parametrize("decoder", [False, True], ids=["encoder", "decoder"])
+@pytest.mark.parametrize(("Tq", "Tk"), [(40, 40), (7, 40), (1, 300)])
+@by_engine
+def test_t5_is_the_bias_of_transformers(decoder, Tq, Tk, backend):
+    config = transformers.T5Config(d_model=32, d_kv=8, num_heads=4, is_decoder=decoder)
+    module = T5Attention(config, has_relative_attention_bias=True, layer_idx=0)
+    torch.nn.init.normal_(module.relative_attention_bias.weight)
+    weight = module.relative_attention_bias.weight
+    q, k, v = (draw(2, 4, T, 8, seed=n, dtype=torch.float32) for n, T in enumerate((Tq, Tk, Tk)))
+    causal = Causal() if decoder else Window(None, None)
+    prior = Relative.t5(weight, bidirectional=not decoder, alignment="bottom_right") * causal
+    bias = module.compute_bias(Tq, Tk, past_seen_tokens=Tk - Tq)
+    expected = attend(
+        q, k, v, Bias(bias) * (Causal("bottom_right") if decoder else Window(None, None, "bottom_right")), backend
+    )
+    out = attend(q, k, v, prior, backend)
+    assert_close(out, expected, torch.float32)
+    assert_close(*(torch.autograd.grad(o.sin().sum(), weight)[0] for o in (out, expected)), torch.float32, 4)
+
+
+# --- decoding, poison, both marginals ---------------------------------------------------------------------------------
+
+
+def parts(T, H=4, dtype=torch.float32):
+    """Name -> the prior of queries `rows` and keys 0 ... last, as a model with a cache would declare it."""
+    table, a, b = draw(H, 7, dtype=dtype), draw(H, T, 3, dtype=dtype), draw(2, T, 3, seed=1, dtype=dtype)
+    gates, density = uniform(-1, -0.1, H, T, dtype=dtype), uniform(0, 1, H, T, T, dtype=dtype)
+    density[..., 3] = 0
+    index = torch.randint(-1, T, (H, T, 5), generator=torch.Generator().manual_seed(0))
+    index = torch.where(index > torch.arange(T)[:, None], -1, index)
+    blocks = torch.rand(T, T, generator=torch.Generator().manual_seed(1)) < 0.5
+    ids = torch.arange(T) // 9
+    causal = Causal("bottom_right")
+    return {
+        "Relative": lambda rows, last: Relative(table, "bottom_right") * Causal(),
+        "Relative.t5": lambda rows, last: Relative.t5(table[:, :6].mT, False, 9, "bottom_right") * Causal(),
+        "LowRank": lambda rows, last: LowRank(a[:, rows], b[:, :last]) * causal,
+        "Decay": lambda rows, last: Decay(gates[:, :last], "bottom_right"),
+        "Density": lambda rows, last: Density(density[:, rows, :last]) * causal,
+        "Selected": lambda rows, last: Selected(index[:, rows].clamp(max=last - 1)) * causal,
+        "Prefix": lambda rows, last: (Prefix(4) | Window(3)) * causal,
+        "Blocks": lambda rows, last: (Blocks(blocks[rows, :last], 1) | Window(2)) * causal,
+        "Documents": lambda rows, last: (Documents(ids[rows], ids[:last]) | Prefix(2)) * causal,
+    }
+
+
+NAMES = tuple(parts(30))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@by_engine
+def test_decoding_is_prefill_row_by_row(name, backend):
+    T = 30
+    make = parts(T)[name]
+    q, k, v = draw(2, 4, T, 8, dtype=torch.float32), draw(2, 2, T, 8, seed=1, dtype=torch.float32), draw(2, 2, T, 8)
+    v = v.float()
+    for temperature in (0.8, ByKeys(0.5, 0.4)):
+        for regularizer in (KL(), Tsallis(1.5)):
+
+            def rows(rows, last):
+                problem = Transport(regularizer, prior=make(rows, last), temperature=temperature)  # noqa: B023
+                return regard.attention(
+                    q[:, :, rows], k[:, :, :last], v[:, :, :last], problem=problem, enable_gqa=True, backend=backend
+                )
+
+            whole = rows(slice(0, T), T)
+            for i in (0, 1, 8, 17, T - 1):
+                assert_close(rows(slice(i, i + 1), i + 1), whole[:, :, i : i + 1], torch.float32, 2, f"{name} {i}")
+            assert_close(rows(slice(20, T), T), whole[:, :, 20:], torch.float32, 2, name)
+
+
+@pytest.mark.parametrize("invalid", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["Decay", "Selected", "Prefix", "Blocks", "Documents"])
+@pytest.mark.parametrize("regularizer", [KL(), Tsallis(1.5)], ids=repr)
+@by_engine
+def test_keys_that_no_query_reads_may_hold_anything(name, regularizer, backend, invalid):
+    T, H = 70, 4
+    unread = torch.zeros(T).bool()
+    unread[[5, 6, 40, 69]] = True
+    mask = ~unread.expand(T, T)
+    index = torch.tensor([0, 7, 9, 41, 68, 12]).expand(T, -1)
+    prior, read = {
+        "Decay": (Decay(-uniform(0.1, 1, H, T).float(), "top_left") * Window(None, -1), torch.arange(T) < T - 1),
+        "Selected": (Selected(index), None),
+        "Prefix": (Prefix(65) | Window(1, -1) * Prefix(69), torch.arange(T) < 69),
+        "Blocks": (Blocks(mask, 1), ~unread),
+        "Documents": (Documents(torch.where(unread, -1, 0)) | Blocks(mask, 1), ~unread),
+    }[name]
+    if read is None:
+        read = torch.zeros(T).bool().index_fill(0, index[0], True)
+    tensors = [draw(1, h, T, 8, seed=n, dtype=torch.float32) for n, h in enumerate((H, 2, 2))]
+    results = []
+    for value in (0.5, invalid):
+        leaves = [t.clone() for t in tensors]
+        for t in leaves[1:]:
+            t[:, :, ~read] = value
+        leaves = [t.requires_grad_() for t in leaves]
+        out, aux = attend(*leaves, prior, backend, regularizer, return_aux=AuxRequest(entropy=True, value_spread=True))
+        results.append([out, aux.entropy, aux.value_spread, *torch.autograd.grad(out.sin().sum(), leaves)])
+    assert all(t.isfinite().all() for t in results[1])
+    for got, expected in zip(*results, strict=True):
+        assert_close(got, expected, torch.float32)
+    assert (results[1][4][:, :, ~read] == 0).all() and (results[1][5][:, :, ~read] == 0).all()
+
+
+@pytest.mark.parametrize("regularizer", [KL(), Tsallis(1.5)], ids=repr)
+@pytest.mark.parametrize("where", ["key", "value"])
+@by_engine
+def test_a_key_of_density_0_is_read(where, regularizer, backend):
+    """NaN in it shows in the rows that read it; NaN in a key shows in no other row."""
+    q, k, v = (draw(1, 2, 9, 8, seed=n, dtype=torch.float32) for n in range(3))
+    (k if where == "key" else v)[:, :, 4] = math.nan
+    density = torch.ones(9, 9)
+    density[:, 4] = 0
+    out = attend(q, k, v, Density(density) * Causal(), backend, regularizer)
+    assert out[:, :, 4:].isnan().any(-1).all()
+    if where == "key":
+        assert out[:, :, :4].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "name", ["Relative", "LowRank", "Density", "Density with zeros", "Selected", "Prefix", "Blocks", "product"]
+)
+@by_engine
+def test_both_marginals(name, backend):
+    """A plan with both marginals equals the one of the same prior as a dense matrix, and so do its gradients."""
+    Tq, Tk, H = 6, 8, 2
+    i, j = torch.arange(Tq)[:, None] + 2, torch.arange(Tk)[None]
+    table = draw(H, 5).requires_grad_()
+    a, b = draw(H, Tq, 2).requires_grad_(), draw(1, Tk, 2, seed=1).requires_grad_()
+    density = uniform(0.2, 1, Tq, Tk).requires_grad_()
+    zeros = torch.ones(Tq, Tk, dtype=double)
+    zeros[1, 2] = zeros[4, 5] = 0
+    index = torch.tensor([[0, 1, 2], [1, 2, 3], [0, 2, 3], [0, 1, 3], [1, 0, 2], [3, 0, 2]])
+    chosen = torch.where((index[..., None] == torch.arange(Tk) // 2).any(1), 0.0, -math.inf).double()
+    blocks = torch.tensor([[True, True, False, True], [True, False, True, True], [False, True, True, True]])
+    of_blocks = torch.where(blocks.repeat_interleave(2, 0).repeat_interleave(2, 1), 0.0, -math.inf).double()
+    by_table = table[:, (j - i).clamp(-2, 2) + 2]
+    options = {
+        "Relative": (Relative(table, "bottom_right"), by_table, [table]),
+        "LowRank": (LowRank(a, b), a @ b.mT, [a, b]),
+        "Density": (Density(density), density.log(), [density]),
+        "Density with zeros": (Density(zeros) * Relative(table, "bottom_right"), zeros.log() + by_table, [table]),
+        "Selected": (Selected(index, 2), chosen, []),
+        "Prefix": (
+            Prefix(3) | Window(2, 4, "bottom_right"),
+            torch.where((j < 3) | ((j >= i - 2) & (j <= i + 4)), 0.0, -math.inf).double(),
+            [],
+        ),
+        "Blocks": (Blocks(blocks, 2), of_blocks, []),
+        "product": (
+            Blocks(blocks, 2) * LowRank(a, b) * Relative(table, "bottom_right") * Density(density),
+            of_blocks + a @ b.mT + by_table + density.log(),
+            [a, b, table, density],
+        ),
+    }
+    prior, dense, learned = options[name]
+    leaves = [draw(2, H, Tq, 4).requires_grad_(), draw(2, H, Tk, 4, seed=1).requires_grad_(), *learned]
+    v = draw(2, H, Tk, 3, seed=2)
+    results = []
+    for used in (prior, Bias(dense)):
+        problem = Transport(prior=used, marginal=RowsAndColumns(tolerance=1e-12))
+        out = regard.attention(*leaves[:2], v, problem=problem, backend=backend)
+        results.append([out, *torch.autograd.grad(out.sin().sum(), leaves, retain_graph=True)])
+    for got, expected in zip(*results, strict=True):
+        assert torch.allclose(got, expected, atol=1e-8), (got - expected).abs().max()
+
+
+def test_causal_priors_of_both_marginals_raise():
+    q = draw(1, 2, 5, 4)
+    for prior in (Decay(torch.zeros(5)), (Prefix(0) | Causal()), Selected(torch.arange(5)[:, None]) * Causal()):
+        with pytest.raises(ValueError, match="causal"):
+            regard.attention(q, q, q, problem=Transport(prior=prior, marginal=RowsAndColumns()))
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+MEMORY = (
+    PEAK
+    + """
+import sys, torch, regard
+from regard import *
+torch.set_num_threads(1)
+T = 16384
+
+def learned(*shape):
+    return torch.rand(shape).requires_grad_()
+
+def prior(name, T):
+    return {
+        "Relative": lambda: Causal() * Relative(learned(1, 257)),
+        "LowRank": lambda: LowRank(learned(T, 8), learned(T, 8)) * Causal(),
+        "Decay": lambda: Decay(-torch.rand(T).requires_grad_()),
+        "Density": lambda: Density(learned(T)) * Causal(),
+        "Selected": lambda: Selected(torch.randint(0, T // 64, (T, 16)), 64) * Causal(),
+        "Union": lambda: (Prefix(100) | Window(512) | Documents(torch.arange(T) // 3000)) * Causal(),
+        "Blocks": lambda: Blocks(torch.rand(T // 128, T // 128) < 0.2, 128) * Causal(),
+        "ByKeys": lambda: (Prefix(100) | Window(512)) * Causal(),
+    }[name]()
+
+def step(T, name, backend):
+    q, k, v = (torch.randn(1, 1, T, 32, requires_grad=True) for _ in range(3))
+    temperature = ByKeys(learned(1), 0.2) if name == "ByKeys" else 1.0
+    problem = Transport(prior=prior(name, T), temperature=temperature)
+    regard.attention(q, k, v, problem=problem, backend=backend).sum().backward()
+
+step(1024, sys.argv[1], sys.argv[2])
+before = peak()
+step(T, sys.argv[1], sys.argv[2])
+print(peak() - before)
+"""
+)
+
+
+@reads_peak
+@pytest.mark.parametrize("name", ["Relative", "LowRank", "Decay", "Density", "Selected", "Union", "Blocks", "ByKeys"])
+def test_memory_is_linear(name):
+    """Forward and backward at T = 16384 on the native engine; one T x T buffer of float32 would take 1024 MiB, one of
+    bytes 256."""
+    pytest.importorskip("regard._native", reason="the native engine was not built")
+    done = subprocess.run([sys.executable, "-c", MEMORY, name, "native"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 0 < float(done.stdout) < 100, f"{done.stdout} MiB"
+
+
+@reads_peak
+def test_memory_of_the_reference():
+    """The reference holds blocks of a few MiB, of every part of the prior too."""
+    done = subprocess.run([sys.executable, "-c", MEMORY, "Union", "torch"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 0 < float(done.stdout) < 400, f"{done.stdout} MiB"
+
+
+def test_the_definition_is_independent():
+    """The definition of the tests sees an error of a prior that the library would make."""
+    q, k, v = draw(1, 2, 5, 4), draw(1, 2, 9, 4, seed=1), draw(1, 2, 9, 4, seed=2)
+    prior = Relative(draw(2, 3), "bottom_right")
+    right = truth(q, k, v, problem=Transport(prior=prior)).out
+    assert_close(attend(q, k, v, prior, "torch"), right, double)
+    wrong = attend(q, k, v, Relative(prior.table, "top_left"), "torch")
+    with pytest.raises(AssertionError):
+        assert_close(wrong, right, double)
