@@ -463,3 +463,65 @@ def test_inspect_fails_at_once_without_a_network(run, monkeypatch):
     assert time.monotonic() - began < 5 and result.exit_code == 2
     (line,) = result.output.splitlines()
     assert "model: 'nobody/no-such-model' is neither a folder nor in the cache" in line and "cannot be reached" in line
+
+
+# --- what is printed cannot be written --------------------------------------------------------------------------------
+
+
+def _regard(*arguments, **streams):
+    command = [sys.executable, "-m", "regard", *arguments]
+    return subprocess.run(command, text=True, check=False, **{"stderr": subprocess.PIPE} | streams)
+
+
+FULL = "error: stdout: expected a stream that can be written, got an error: No space left on device"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [("doctor",), ("doctor", "--json"), ("--help",), ("--version",), ("lab", "list")])
+def test_a_full_standard_output(arguments):
+    with open("/dev/full", "w") as full:
+        done = _regard(*arguments, stdout=full)
+    assert done.returncode == 2 and done.stderr.splitlines() == [FULL]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_inspect_keeps_its_files_if_it_cannot_print(checkpoint, tmp_path):
+    folder, tokens = checkpoint
+    files = {option: tmp_path / option.strip("-") for option in ("--out", "--json", "--run")}
+    options = [str(part) for item in files.items() for part in item]
+    arguments = ("inspect", folder, "--tokens", tokens, *options)
+
+    def written():
+        found = {option: path.stat().st_size for option, path in files.items()}
+        json.loads(files["--json"].read_text())
+        assert regard.Inspection.load(files["--run"]).partial is None and "</html>" in files["--out"].read_text()
+        for path in files.values():
+            path.unlink()
+        return found
+
+    with open("/dev/full", "w") as full:
+        done = _regard(*arguments, stdout=full)
+        assert done.returncode == 2 and done.stderr.splitlines()[-1] == FULL and "Traceback" not in done.stderr
+        assert min(written().values()) > 1000
+        assert _regard(*arguments, stdout=full, stderr=full).returncode == 2
+        assert min(written().values()) > 1000
+    reader, writer = os.pipe()
+    os.close(reader)  # as `| head` does when it has read enough
+    done = _regard(*arguments, stdout=writer)
+    os.close(writer)
+    assert done.returncode == 1 and "error" not in done.stderr and "Traceback" not in done.stderr
+    assert min(written().values()) > 1000
+
+
+def test_a_closed_standard_output():
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m regard --version >&-"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and done.stderr == ""
+
+
+def test_errors_of_a_command_and_its_status_stay(monkeypatch):
+    with pytest.raises(ZeroDivisionError), terminal.guarded_streams():
+        _ = 1 / 0
+    with pytest.raises(SystemExit, match="3"), terminal.guarded_streams():
+        sys.exit(3)
