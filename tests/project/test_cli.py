@@ -221,6 +221,33 @@ def test_inspect_other_kinds_of_models(run, checkpoint, tmp_path, kind):
     assert message in result.output and "Traceback" not in result.output
 
 
+def test_inspect_names_the_remedy_of_an_alarm(run, checkpoint, tmp_path):
+    """Once per rule, in the terminal of the inspection and of its record; not for notes."""
+    folder, tokens = checkpoint
+    numbers = tmp_path / "numbers.json"
+    arguments = ("inspect", folder, "--tokens", tokens, "--json", str(numbers))
+    plain = run(*arguments, width=400)
+    assert "Nothing alarming" in plain.output and "what to do" not in plain.output
+    alarming = run(*arguments, "--threshold", "max_score=0.001", width=400)
+    assert alarming.exit_code == 0 and "alarms (logit-alarm" in alarming.output, alarming.output
+    assert alarming.output.count("what to do about logit-alarm: QK-clip (regard.nn.qk_clip_: rescale the query") == 1
+    assert alarming.output.count("what to do about") == 1
+    assert "what to do about logit-alarm: QK-clip" in run("report", str(numbers), width=400).output
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_inspect_a_model_that_diverged(run, checkpoint, tmp_path, value):
+    """Weights that are not finite: the command ends with an alarm or an error, never with a traceback."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(checkpoint[0])
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[3, 5] = value
+    model.save_pretrained(tmp_path)
+    result = run("inspect", str(tmp_path), "--tokens", checkpoint[1], "--out", str(tmp_path / "page.html"), width=400)
+    assert result.exit_code in (0, 2) and "Traceback" not in result.output, result.output
+
+
 def test_inspect_explains_invalid_requests(run, checkpoint, tmp_path):
     folder, tokens = checkpoint
     words = tmp_path / "words.txt"

@@ -24,6 +24,12 @@ def plain_table(**options: Any) -> Table:
     return Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0), **options)
 
 
+def show_remedies(remedies: Mapping[str, str], console: Console) -> None:
+    """Print what to do, by the name of the rule."""
+    for rule, remedy in remedies.items():
+        console.print(Text(f"what to do about {rule}: {remedy}"))
+
+
 def fail(message: object) -> NoReturn:
     """Print an error, without a traceback, and exit with status 2."""
     show_error(message)
