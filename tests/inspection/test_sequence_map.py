@@ -44,7 +44,7 @@ def places(text) -> tuple[int, int]:
 def test_a_cell_is_read(show):
     record = inspection()
     page, n = show(record, address=HEAD), cells_of(record)
-    assert f"{record['map']['length']} tokens, cells of 2 × 2" in page.inner_text("#sequence-title")
+    assert f"{record['map']['length']} tokens, cells of 2\u00a0×\u00a02" in page.inner_text("#sequence-title")
     query, key = 30, 12
     text = hover(page, (query + 0.5) / n, (key + 0.5) / n)
     words = [t.replace(" ", "␣", 1) for t in (record["map"]["texts"][query], record["map"]["texts"][key])]

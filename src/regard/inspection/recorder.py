@@ -208,7 +208,7 @@ class Recorder:
             self.views.give_up()
         elif self.views is not None:
             self.views.add(nth_call(call.name, call.depth + 1), arguments, plan)
-        valid = aux.max_scores > -torch.inf
+        valid = aux.max_scores != -torch.inf  # such a row has no key; one that is not a number counts
         if real is not None:
             valid = valid & real[:, None]
         layer = self._layer(call, H)
@@ -247,7 +247,7 @@ class Recorder:
             values["first_key_mass"] = torch.where(begins, values["first_key_mass"], torch.nan)
         log_keys = by_query.clamp(min=1).log().expand(B, H, Tq)
         values |= derived_channels(out, torch.full_like(aux.mass, torch.nan), log_keys)  # there is no entropy
-        valid = aux.mass > 0 if real is None else (aux.mass > 0) & real[:, None]
+        valid = aux.mass != 0 if real is None else (aux.mass != 0) & real[:, None]
         layer = self._layer(call, H)
         layer.add(values, valid, position_bins(place.positions))
         if "key_mass" in statistics:

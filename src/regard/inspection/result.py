@@ -95,13 +95,14 @@ class Inspection:
         bins = max((len(layer.rows) for layer in self.layers), default=0)
         heads, null, profiles = [], [], {name: [] for name in PROFILES if name in self.columns}
         for layer in self.layers:
-            means, profile, seen = layer.means(), layer.profile(), layer.rows.sum(0)
+            means, profile, seen, lost = layer.means(), layer.profile(), layer.rows.sum(0), layer.not_finite()
             for h in range(layer.heads):
                 heads.append(
                     {
                         "layer": layer.index,
                         "head": h,
                         "rows": int(seen[h]),
+                        "not_finite": int(lost[h]),
                         "mean": {name: json_number(values[h]) for name, values in means.items()},
                         "max": {name: json_number(layer.maxima[n, h]) for n, name in enumerate(layer.channels)},
                     }

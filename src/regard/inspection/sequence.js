@@ -46,7 +46,7 @@ const sequence = (() => {
       view = whole();
       cursor = null;
     }
-    const size = map.block > 1 ? `, cells of ${map.block} × ${map.block}` : "";
+    const size = map.block > 1 ? `, cells of ${map.block}\u00a0×\u00a0${map.block}` : "";
     $("sequence-title").textContent = `Whole sequence: ${map.length.toLocaleString("en")} tokens${size}`;
     paint();
     read();
