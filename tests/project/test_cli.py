@@ -242,7 +242,7 @@ def test_inspect_a_model_that_diverged(run, checkpoint, tmp_path, value):
 
     model = LlamaForCausalLM.from_pretrained(checkpoint[0])
     with torch.no_grad():
-        model.model.layers[1].self_attn.q_proj.weight[3, 5] = value  # of head 0
+        model.get_parameter("model.layers.1.self_attn.q_proj.weight")[3, 5] = value  # of head 0
     model.save_pretrained(tmp_path)
     page = tmp_path / "page.html"
     arguments = ("inspect", str(tmp_path), "--tokens", checkpoint[1], "--out", str(page), "--fail-on", "alarm")

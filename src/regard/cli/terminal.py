@@ -79,20 +79,19 @@ class _Stream:
 def guarded_streams() -> Iterator[None]:
     """Run a command. If what it prints cannot be written, it runs to its end; then exit with status 2, and with 1 if a
     pipe was closed."""
-    plain = {
-        name: stream for name in ("stdout", "stderr") if (stream := getattr(sys, name)) is not None
-    }  # None: closed
-    guards = {name: _Stream(stream, name) for name, stream in plain.items()}
-    vars(sys).update(guards)
+    streams = {"stdout": sys.stdout, "stderr": sys.stderr}
+    guards = {name: _Stream(stream, name) for name, stream in streams.items() if stream is not None}  # None: closed
+    for name, guard in guards.items():
+        setattr(sys, name, guard)
     status: Any = 0
     try:
         yield
     except SystemExit as ended:
         status = ended.code
     finally:
-        for guard in guards.values():
+        for name, guard in guards.items():
             guard.flush()
-        vars(sys).update(plain)
+            setattr(sys, name, guard.stream)
     errors = [guard.error for guard in guards.values() if guard.error is not None]
     if errors:
         status = 1 if all(error.errno == errno.EPIPE for error in errors) else 2
