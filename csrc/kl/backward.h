@@ -40,7 +40,7 @@ template <class R> void prepare_kl(const Problem &p, BackwardRows<R> &r) {
     if (p.marginal == regard::FREE) base = 0;
     if (p.marginal == regard::FREE && p.saved_lse)
       log_mu = of_row<R>(p.saved_lse, rows.at(p.saved_lse, i)) + level / tau;
-    const R inverse_mu = log_mu == 0 ? 1 : (R)::exp(-log_mu);
+    const R inverse_mu = log_mu == 0 ? 1 : log_mu > -INF<R> ? (R)::exp(-log_mu) : 0;  // 0: all densities are 0
     R add = p.grad_lse ? of_row<R>(p.grad_lse, rows.at(p.grad_lse, i)) : 0;
     if (p.grad_entropy) {
       const R g = of_row<R>(p.grad_entropy, rows.at(p.grad_entropy, i));

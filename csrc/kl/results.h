@@ -88,8 +88,11 @@ void write_results(const Problem &p, const Terms &terms, const Rows<R, NV> &rows
         V variance;
         if (terms.prior) {
           const V away = sink ? (keys ? level - anchor : zero) : zero;
-          const V mean_y = part * y1 + null_part * away, square = part * y2 + null_part * away * away;
-          variance = (square - mean_y * mean_y) / (tau * tau);
+          // Within the keys, and between them and the null key: squares around the anchor, which is a key, would lose
+          // all digits where a far null key has the mass.
+          const V mean_y = keys ? y1 / l : zero, within = keys ? y2 / l - mean_y * mean_y : zero, sent = part * l;
+          const V gap = away - mean_y;
+          variance = sent * ((within < (R)0 ? zero : within) + null_part * gap * gap) / (tau * tau);
         } else {
           const V square = part * (e2 + shift * ((R)2 * e1 + shift * l)) + null_part * null_shift * null_shift;
           variance = (R)(LN2 * LN2) * (square - mean * mean);

@@ -91,9 +91,11 @@ void write_link_results(const Problem &p, const Terms &terms, const RequestedLin
     }
     const R y1 = sums.y1[n][lane], reference = sums.reference[n][lane];
     if (p.score_variance) {
-      const R away = sink ? null_x - reference : 0, mean = (y1 + null * away) / total;
-      const R variance = (sums.y2[n][lane] + null * away * away) / total - mean * mean;
-      put(p.score_variance, at, all_mass > 0 && !(variance < 0) ? variance / (c * c * tau * tau) : 0);
+      // Within the keys, and between them and the null key, which may be far from the reference.
+      const R mean = mass > 0 ? y1 / mass : 0, within = sums.y2[n][lane] - y1 * mean;
+      const R gap = sink ? null_x - reference - mean : 0;
+      const R variance = ((within < 0 ? 0 : within) + mass * null / total * gap * gap) / total;
+      put(p.score_variance, at, all_mass > 0 ? variance / (c * c * tau * tau) : 0);
     }
     put(p.cost, at, mass > 0 ? -scale * (y1 + (anchor + reference) * mass) / c : 0);
     if (p.free_energy) {

@@ -55,7 +55,7 @@ def admissible_keys(form: Form) -> Tensor:
     assert form.query is not None
     Tq, Tk = form.shape[2:]
     device = form.query.device
-    if Tk == 0:
+    if Tq == 0 or Tk == 0:
         return torch.zeros(1, 1, Tq, 1, dtype=torch.long, device=device)
     masks = [bias != -math.inf for bias in (form.score_bias, *form.log_priors) if bias is not None]
     masks += [] if form.mask is None else [form.mask]

@@ -54,6 +54,8 @@ class Solution:
     slack: Tensor | None = None  # [B, H, Tq, 1], kappa/tau; None in free rows, where it is infinite
     output: Tensor | None = None  # [B, H, Tq, Dv], before dropout
     values: Tensor | None = None  # [B, Hkv, Tk, Dv]
+    silent: Tensor | None = None  # the density where it is 0 and the key is read, 0 elsewhere: it has a derivative
+    silent_scores: Tensor | None = None  # [B, H, Tq, Tk], the scores of those keys, 0 elsewhere
 
     @property
     def null_score(self) -> Tensor:
@@ -135,10 +137,20 @@ def lse(rows: Solution) -> Tensor:
         x = rows.with_null(x, rows.null_score / rows.temperature)
     top = x.detach().amax(-1, keepdim=True)
     top = torch.where(top == -math.inf, 0.0, top)  # a row without keys: log 0, and a gradient of 0
-    total = (x - top).exp().sum(-1, keepdim=True)
+    total = (x - top).exp().sum(-1, keepdim=True) + _silent_total(rows, top)
     none = total <= 0  # false for NaN, which stays NaN
     total_log = torch.where(none, 1.0, total).log()
     return torch.where(none, -math.inf, total_log + top).squeeze(-1)
+
+
+def _silent_total(rows: Solution, top: Tensor) -> Tensor | float:
+    """What keys of density 0 add to sum_j pi_j exp(y_j - top): 0, with a derivative by the density."""
+    if rows.silent is None or rows.silent_scores is None:
+        return 0.0
+    x = rows.silent_scores / rows.temperature - top
+    x = x if rows.log_prior is None else x + rows.log_prior
+    highest = math.log(torch.finfo(x.dtype).max)  # such a key may be far above the others: 0 * inf would be NaN
+    return (rows.silent * torch.where(x > highest, highest, x).exp()).sum(-1, keepdim=True)
 
 
 @statistic()

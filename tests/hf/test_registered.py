@@ -88,7 +88,7 @@ def test_dropout_and_scaling_are_passed_on():
 T = 20
 PER_HEAD, FROM_POSITIONS = (
     r"a tensor per head, \[H, 1, 1\]",
-    r"a prior that follows from positions \(Causal, Window, ALiBi\)",
+    r"a prior that follows from positions \(Causal, Window, ALiBi, Relative\)",
 )
 FIXED = {
     "bias": (

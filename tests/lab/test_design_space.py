@@ -58,7 +58,7 @@ def test_the_page_is_current():
 
 
 def test_the_relative_bias_depends_on_the_distance_only():
-    (cell,) = (cell for cell in CELLS if cell.names == "relative position bias")
+    (cell,) = (cell for cell in CELLS if cell.names == "a bias for every pair")
     bias = eval("log_prior", design_space._names())
     assert bias.shape == (design_space.H, design_space.T, design_space.T) and "Bias(log_prior)" in cell.expression
     assert torch.equal(bias[:, 1:, 1:], bias[:, :-1, :-1])

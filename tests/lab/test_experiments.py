@@ -16,6 +16,7 @@ from regard.lab.experiment import LabError, Outcome, Outcomes, Stopped
 from regard.lab.experiments import (
     NAMES,
     baseline,
+    forgetting,
     load,
     matching,
     normalizer,
@@ -31,7 +32,7 @@ from regard.lab.experiments import (
 from regard.lab.judging import MEASURED, NOT_SIGNIFICANT, REFUTED, VERDICTS
 from regard.lab.runner import Run
 from regard.lab.training import Training, optimizer_for
-from regard.nn import Transformer
+from regard.nn import Context, Transformer
 from regard.operator import attention
 
 TEXT = standard_library(60_000)
@@ -735,6 +736,76 @@ def test_priors_verdicts_can_go_either_way():
     assert only(found, "learned offsets", "at 2x") == NOT_SIGNIFICANT
     failing = made_up("priors", dict.fromkeys(("uniform", "ALiBi", "learned offsets"), results(0.3, 0.31, 0.29)))
     assert only(failing, "With ALiBi", "at 4x") == REFUTED
+
+
+def check_forgetting(found: Outcomes) -> None:
+    first = {}
+    for setting in found.settings:
+        for outcome in found.each(setting):
+            losses = outcome.result["losses"]
+            assert len(losses) == 4 and all(0 < x < 5 for x in losses) and len(set(losses)) == 4
+            first.setdefault(outcome.seed, set()).add(outcome.result["losses"][0])
+    assert all(len(losses) == 4 for losses in first.values())  # each setting is another model
+
+
+def test_the_attentions_of_forgetting_are_what_they_claim():
+    torch.manual_seed(0)
+    h, (q, k, v) = torch.randn(1, 5, 6), torch.randn(3, 1, 2, 5, 4)
+    gates = forgetting.ForgetGates(2, 6)
+    torch.nn.init.normal_(gates.weight)
+    log_forget = torch.nn.functional.logsigmoid(h @ gates.weight.T + gates.bias)  # [B, T, H]
+    s = q @ k.mT / 2
+    scalable = s.clone()
+    for i in range(5):
+        for j in range(5):
+            s[:, :, i, j] += log_forget[:, j + 1 : i + 1].sum(1) if j <= i else -math.inf
+            scalable[:, :, i, j] *= math.log(i + 1) / math.log(5) if j <= i else math.inf
+    scalable = scalable.masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -math.inf)
+    problem = gates(Context(gates, 2, h))
+    torch.testing.assert_close(attention(q, k, v, is_causal=True, problem=problem), s.softmax(-1) @ v)
+    problem = forgetting.ScalableSoftmax(2, 5)()
+    torch.testing.assert_close(attention(q, k, v, is_causal=True, problem=problem), scalable.softmax(-1) @ v)
+
+
+def test_all_attentions_of_forgetting_begin_with_the_same_weights(tmp_path):
+    names, config = load("forgetting").settings({}), configured(load("forgetting"), True, {"steps": "0", "every": "1"})
+    run = Run(load("forgetting"), config, TEXT, tmp_path, "quick")
+    run.open()
+    for name in names:
+        run.measure(name, 0)
+    found = [run.result(name, 0).metrics[0]["val"] for name in names]
+    assert max(found) - min(found) < 0.02  # at first the residual stream decides, and the attention hardly matters
+
+
+def test_forgetting_verdicts_can_go_either_way():
+    def results(at_first, *rise):
+        return [{"losses": [at_first + n / 10 + m * r for m in range(4)]} for n, r in enumerate(rise)]
+
+    steady, rising = (-0.01, -0.012, -0.011), (0.3, 0.31, 0.29)
+    found = made_up(
+        "forgetting",
+        {
+            "softmax": results(2.0, *rising),
+            "scalable softmax": results(2.0, 0.1, 0.11, 0.1),
+            "ALiBi": results(1.7, 0.2, -0.2, 0.1),
+            "forget gates": results(1.6, *steady),
+        },
+    )
+    for times in (2, 4, 8):
+        assert only(found, "With forget gates", f"at {times}x") == MEASURED
+        assert only(found, "With ALiBi", f"at {times}x") == NOT_SIGNIFICANT
+        assert only(found, "scalable softmax less", f"what {times}x") == MEASURED
+    assert only(found, "more than softmax") == MEASURED and only(found, "more than ALiBi") == MEASURED
+    failing = made_up(
+        "forgetting",
+        {
+            "softmax": results(1.5, *steady),
+            "scalable softmax": results(2.0, *rising),
+            "ALiBi": results(1.5, *rising),
+            "forget gates": results(1.6, *rising),
+        },
+    )
+    assert set(failing.values()) == {REFUTED}
 
 
 def check_baseline(found: Outcomes) -> None:

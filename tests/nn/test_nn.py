@@ -10,10 +10,27 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import regard
-from regard import KL, ALiBi, Causal, FDivergence, Rows, RowsAndColumns, Transport, Tsallis
+from regard import (
+    KL,
+    ALiBi,
+    ByKeys,
+    Causal,
+    Decay,
+    Density,
+    FDivergence,
+    LowRank,
+    Prefix,
+    Relative,
+    Rows,
+    RowsAndColumns,
+    Selected,
+    Transport,
+    Tsallis,
+    Window,
+)
 from regard.features import LinearAttention, Performer, ReLUFeatures
 from regard.lab.variants import VARIANTS, mask_to_zero, no_mask, no_scaling, no_shift, raw_dot_products, relu_features
-from regard.nn import MultiheadAttention, Temperature, Transformer
+from regard.nn import Context, MultiheadAttention, Temperature, Transformer
 from regard.nn.declared import built
 from regard.nn.transformer import Block
 
@@ -617,6 +634,130 @@ def test_the_transformer_learns_parameters_of_a_transport(each, tmp_path):
     other.load(tmp_path / "model.safetensors")
     assert all(p.marginal.sink.min() == 1 for p in other.problems())
     assert torch.equal(other(tokens[:, :-1]), model(tokens[:, :-1]))
+
+
+def structured(heads, length, parameters=nn.Parameter):
+    """A Transport with structured priors and a temperature by keys, all of whose tensors are `parameters`."""
+    generator = torch.Generator().manual_seed(4)
+
+    def drawn(*shape):
+        return torch.randn(*shape, generator=generator) / 2
+
+    priors = (
+        Causal()
+        * Relative(parameters(drawn(heads, 5)))
+        * LowRank(parameters(drawn(heads, length, 2)), parameters(drawn(heads, length, 2)))
+        * Decay(parameters(-drawn(heads, length).abs()))
+        * Density(parameters(drawn(length, length).abs() + 0.1))
+    )
+    rule = ByKeys(*(parameters(drawn(heads).abs() + 1) for _ in range(3)))
+    return Transport(prior=priors, temperature=rule)
+
+
+LEARNED = {
+    "prior.parts.1.table",
+    "prior.parts.2.query_factor",
+    "prior.parts.2.key_factor",
+    "prior.parts.3.log_forget",
+    "prior.parts.4.prior",
+    "temperature.slope",
+    "temperature.offset",
+    "temperature.power",
+}
+
+
+def test_structured_priors_are_registered_trained_and_saved():
+    torch.manual_seed(0)
+    module = MultiheadAttention(E, H, batch_first=True, problem=structured(H, T))
+    own = {n.removeprefix("problem."): p for n, p in module.named_parameters() if n.startswith("problem.")}
+    assert own.keys() == LEARNED == {n.removeprefix("problem.") for n in module.state_dict() if "problem" in n}
+    before, at_first = output(module, x_held), {n: p.detach().clone() for n, p in own.items()}
+    before.square().sum().backward()
+    torch.optim.SGD(module.parameters(), lr=0.01).step()
+    assert all((p != at_first[n]).any() for n, p in own.items())
+    assert not torch.allclose(output(module, x_held), before)
+    other = MultiheadAttention(E, H, batch_first=True, problem=structured(H, T))
+    assert not torch.allclose(output(other, x_held), output(module, x_held))
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(output(other, x_held), output(module, x_held))
+
+
+def test_the_transformer_learns_structured_priors(tmp_path):
+    model, other = (small(problem=lambda layer: structured(2, 16)) for _ in range(2))
+    names = {n for n, _ in model.named_parameters() if ".problem." in n}
+    assert names == {f"blocks.{layer}.attention.problem.{name}" for layer in range(2) for name in LEARNED}
+    model.loss(tokens).backward()
+    assert all(model.get_parameter(name).grad.abs().sum() > 0 for name in names)
+    for name in names:
+        model.get_parameter(name).data *= 1.1
+    model.save(tmp_path / "model.safetensors")
+    other.load(tmp_path / "model.safetensors")
+    assert torch.equal(other(tokens[:, :-1]), model(tokens[:, :-1]))
+
+
+def test_constants_of_unions_are_buffers():
+    lengths, index = torch.tensor([2, 3]), torch.tensor([[0], [1], [2], [3], [4]])
+    prior = Causal() | Prefix(lengths) | Window(1, 1) * Selected(index)
+    module = MultiheadAttention(E, H, batch_first=True, problem=Transport(prior=prior))
+    held_by = {n.removeprefix("problem."): b for n, b in module.named_buffers()}
+    assert held_by == {"prior.parts.1.n": lengths, "prior.parts.2.parts.1.index": index}
+    assert not any("problem" in n for n in module.state_dict())
+    problem = built(module.to(torch.bfloat16).problem)
+    assert problem.prior.parts[1].n.dtype == torch.long and problem.prior == prior
+    q = torch.randn(B, H, T, 4)
+    torch.testing.assert_close(
+        regard.attention(q, q, q, problem=problem), regard.attention(q, q, q, problem=Transport(prior=prior))
+    )
+
+
+# --- problems that depend on the hidden states ------------------------------------------------------------------------
+
+
+class Gates(nn.Module):
+    """Forget gates from the hidden states."""
+
+    def __init__(self, heads, width):
+        super().__init__()
+        self.gate = nn.Linear(width, heads)
+
+    def forward(self, context):
+        assert isinstance(context, Context) and context.heads == self.gate.out_features
+        return Transport(prior=Decay(nn.functional.logsigmoid(self.gate(context.hidden_states)).mT))
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_a_problem_from_the_hidden_states(batch_first):
+    torch.manual_seed(0)
+    module = MultiheadAttention(E, H, batch_first=batch_first, problem=Gates(H, E))
+    x = torch.randn(B, T, E)
+    problem = module.problem(Context(module, H, x))
+    fixed = MultiheadAttention(E, H, batch_first=True, problem=lambda: problem)
+    fixed.load_state_dict({n: p for n, p in module.state_dict().items() if "problem" not in n})
+    given = x if batch_first else x.transpose(0, 1)
+    out = output(module, given)
+    expected = output(fixed, x)
+    torch.testing.assert_close(out if batch_first else out.transpose(0, 1), expected)
+    out.square().sum().backward()
+    assert all(p.grad.abs().sum() > 0 for p in module.problem.parameters())
+
+
+def test_the_transformer_builds_problems_from_its_hidden_states():
+    model = small(problem=lambda layer: Gates(2, SMALL["width"]), positions=None)
+    assert leak(model) == 0
+    model.loss(tokens).backward()
+    assert all(p.grad.abs().sum() > 0 for n, p in model.named_parameters() if ".problem.gate." in n)
+    with pytest.raises(ValueError, match="problem: expected one that is the same for all inputs, got Gates"):
+        model.problems()
+    h = model._stream(tokens[:, :-1])
+    for block, (q, k, v), problem in zip(
+        model.blocks, model.heads(tokens[:, :-1]), model.problems(tokens[:, :-1]), strict=True
+    ):
+        out = regard.attention(q, k, v, is_causal=True, problem=problem).transpose(1, 2).flatten(2)
+        torch.testing.assert_close(block.attention(block.norms[0](h)), block.attention.out(out))
+        h = block(h)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(tokens[:, :-1]), model(tokens[:, :-1]))
+    torch._dynamo.reset()
 
 
 # --- the variants -----------------------------------------------------------------------------------------------------

@@ -188,6 +188,30 @@ def _documents(s: Tensor, names: dict) -> Tensor:
     return s.masked_fill(~same, -math.inf).softmax(-1).nan_to_num(0.0)
 
 
+def _distance(s: Tensor) -> Tensor:
+    return torch.arange(s.shape[-1]) - torch.arange(s.shape[-2])[:, None]
+
+
+def _past(s: Tensor) -> Tensor:
+    return s.masked_fill(_distance(s) > 0, -math.inf)
+
+
+def _seen(s: Tensor) -> Tensor:
+    """The number of keys of each causal row."""
+    return torch.arange(1, s.shape[-2] + 1, dtype=s.dtype)[:, None]
+
+
+def _forgetting(s: Tensor, names: dict) -> Tensor:
+    gates, n = names["log_forget"].double(), s.shape[-1]
+    forgotten = torch.stack([torch.stack([gates[:, j + 1 : i + 1].sum(-1) for j in range(n)], -1) for i in range(n)], 1)
+    return _past(s + forgotten).softmax(-1)
+
+
+def _selected(s: Tensor, index: Tensor) -> Tensor:
+    listed = (torch.arange(s.shape[-1]) // 2 == index[0, 0, :, :, None]).any(1)
+    return s.masked_fill(~listed, -math.inf).softmax(-1)
+
+
 def _threshold(g: Callable[[Tensor], Tensor], mass: float) -> Callable[..., Tensor]:
     """g(s - lambda) with lambda by bisection, so that rows sum to the mass."""
 
@@ -208,6 +232,14 @@ WEIGHTS = {
     "sliding window": _softmax_where(lambda i, j: (j <= i) & (j >= i - 2)),
     "ALiBi": _alibi,
     "any bias": lambda s, n: (s + n["log_prior"]).softmax(-1),
+    "bias per distance": lambda s, n: (s + n["table"][:, _distance(s).clamp(-3, 3) + 3]).softmax(-1),
+    "low-rank prior (GOAT)": lambda s, n: (s + n["a"].double() @ n["c"].double().mT).softmax(-1),
+    "forgetting attention (FoX)": _forgetting,
+    "soft mask": lambda s, n: F.normalize(n["density"] * s.exp(), p=1.0, dim=-1),
+    "selected blocks (DSA, NSA)": lambda s, n: _selected(s, n["index"]),
+    "prefix-LM": _softmax_where(lambda i, j: (j <= i) | (j < 3)),
+    "scalable softmax": lambda s, n: _past(s * 0.5 * _seen(s).log()).softmax(-1),
+    "ASEntmax": lambda s, n: entmax.entmax15(_past(s * (1 + 0.5 * _seen(s).log() ** 1.5)), -1),
     "packed documents": _documents,
     "entmax": lambda s, n: entmax.entmax15(s, -1),
     "sparsemax": lambda s, n: entmax.sparsemax(s, -1),
@@ -242,7 +274,7 @@ def test_the_table_of_problems_is_true():
     v = torch.randn(2, 4, names["n"], 3, dtype=torch.float64)
     eye = torch.eye(names["n"], dtype=torch.float64).expand_as(s)
     for attention, expression in rows.items():
-        problem = eval(expression, names)
+        problem = eval(expression.replace("\\|", "|"), names)
         expected = WEIGHTS[attention](s, names)
         plan = regard.solve(s, problem)
         close = 1e-5 if "RowsAndColumns" in expression else 1e-6  # its columns are met to its tolerance

@@ -3,8 +3,9 @@
     python tests/support/fuzz.py [--minutes 5] [--seed 17 [--seed 18 ...]]
 
 The seed of a problem determines everything: regulariser, shapes (empty, one, odd), strides (transposed, cut,
-expanded), how far the scores are spread, priors, marginals, dtypes, softcap, dropout, grouped heads, statistics,
-gradients. A failure prints the seed and how to run it again. tests/backends/test_fuzz.py runs some fixed seeds.
+expanded), how far the scores are spread, priors (products and unions), marginals, temperatures, dtypes, scores,
+softcap, dropout, grouped heads, statistics, gradients. A failure prints the seed and how to run it again.
+tests/backends/test_fuzz.py runs some fixed seeds.
 """
 
 from __future__ import annotations
@@ -25,11 +26,19 @@ from regard import (
     ALiBi,
     AuxRequest,
     Bias,
+    Blocks,
+    ByKeys,
     Causal,
+    Decay,
+    Density,
     Documents,
     FermiDirac,
     Free,
+    LowRank,
+    Prefix,
+    Relative,
     Rows,
+    Selected,
     Transport,
     Tsallis,
     Window,
@@ -42,6 +51,7 @@ NAMES = regard.statistics.ROW_STATISTICS
 OF_FAINT_ROWS = ("entropy", "kl", "score_variance", "dual")  # of weights as a distribution, or their price
 SIZES = [0, 1, 1, 2, 3, 7, 8, 16, 23, 24, 25, 47, 48, 49, 96, 97, 130, 193]
 DEPTHS = [1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 40, 64, 65]
+STRUCTURED = ["relative", "low rank", "decay", "density", "selected", "union", "union"]
 PRIORS = ["causal", "window", "alibi", "documents", "bias", "row bias", "key bias"]
 
 
@@ -97,6 +107,74 @@ class Problem:
         self.spread = r.choice([0.01, 1.0, 1.0, 1.0, 4.0, 10.0])  # the larger, the fewer keys have weight
         if self.family != "kl":
             self.other_family()
+        self.structured()
+
+    def structured(self) -> None:
+        """Structured priors, a temperature by keys, another score: drawn from a generator of their own."""
+        r = random.Random(f"structured {self.seed}")
+        B, H, Tq, Tk = self.B, self.H, self.Tq, self.Tk
+        self.union: Any = None
+        self.block = r.choice([1, 1, 3, 32, 64])
+        self.more = r.sample(STRUCTURED, r.choice([1, 1, 2, 3])) if r.random() < 0.5 else []
+        for name in self.more:
+            if name == "relative":
+                self.leaves["table"] = self.normal(r.choice([1, H]), 2 * r.choice([0, 1, 5, 60]) + 1)
+            elif name == "low rank":
+                rank, shared = r.choice([1, 2, 5]), r.choice([1, H, self.Hkv])
+                self.leaves["query_factor"] = self.normal(r.choice([1, B]), r.choice([1, H]), Tq, rank)
+                self.leaves["key_factor"] = self.normal(r.choice([1, B]), shared, Tk, rank)
+            elif name == "decay":
+                self.leaves["forget"] = -self.uniform(r.choice([1, B]), r.choice([1, H]), Tk) * r.choice([0.01, 1.0])
+            elif name == "density":
+                shape = r.choice([(Tq, Tk), (B, 1, Tq, Tk), (H, 1, Tk)])
+                self.leaves["density"] = (self.uniform(*shape) - 0.1).clamp(min=0)
+            elif name == "selected":
+                self.leaves["index"] = self.indices(r, self.block)
+            elif self.union is None:
+                self.union = self.any_of(r)
+        if "tau" not in self.leaves and r.random() < 0.25:
+            self.leaves["slope"] = self.uniform(r.choice([1, H])) + 0.3
+            if self.statistics or r.random() < 0.5:  # with an offset of 0, rows of one key are at a limit
+                self.leaves["offset"] = self.uniform(r.choice([1, H])) + 0.5
+            if r.random() < 0.5:
+                self.leaves["power"] = self.uniform(r.choice([1, H])) + 0.5
+        if r.random() < 0.15:
+            self.options["score"] = r.choice(["cosine", "euclidean"])
+
+    def indices(self, r: random.Random, block: int) -> Tensor:
+        shape = (r.choice([1, self.B]), r.choice([1, self.H]), self.Tq, r.choice([1, 4, 20]))
+        return torch.randint(-1, max(0, -(-self.Tk // block)), shape, generator=self.g)
+
+    def any_of(self, r: random.Random) -> Any:
+        """A union of masks and of products of masks."""
+        B, H, Tq, Tk, at = self.B, self.H, self.Tq, self.Tk, self.alignment
+
+        def ids(T: int) -> Tensor:
+            return torch.randint(-1, 3, (r.choice([1, B]), T), generator=self.g).sort(1).values
+
+        def blocks() -> Blocks:
+            size = r.choice([1, 5, 16, 64, 100])
+            shape = (r.choice([1, B]), r.choice([1, H]), -(-Tq // size), -(-Tk // size))
+            return Blocks(self.uniform(*shape) < 0.3, size)
+
+        def one() -> Any:
+            block = r.choice([1, 3, 64])
+            lengths = torch.randint(0, Tk + 2, (B,), generator=self.g)
+            kinds = {
+                "causal": lambda: Causal(at),
+                "window": lambda: Window(r.choice([0, 2, 70]), r.choice([0, 1, 70]), alignment=at),
+                "documents": lambda: Documents(ids(Tq), ids(Tk)),
+                "prefix": lambda: Prefix(r.choice([0, 1, 9, 64, lengths])),
+                "blocks": blocks,
+                "selected": lambda: Selected(self.indices(r, block), block),
+            }
+            return kinds[r.choice(list(kinds))]()
+
+        found = one()
+        for _ in range(r.choice([1, 1, 2])):
+            other = one() * one() if r.random() < 0.4 else one()
+            found = found | other
+        return found
 
     def other_family(self) -> None:
         r = self.r
@@ -182,8 +260,14 @@ class Problem:
 
     def call(self, x: dict[str, Tensor]) -> dict[str, Any]:
         prior = None
-        for name in self.priors:
+        for name in dict.fromkeys(self.priors + self.more):
             factor = {
+                "relative": lambda: Relative(x["table"], alignment=self.alignment),
+                "low rank": lambda: LowRank(x["query_factor"], x["key_factor"]),
+                "decay": lambda: Decay(x["forget"], alignment=self.alignment),
+                "density": lambda: Density(x["density"]),
+                "selected": lambda: Selected(x["index"], self.block),
+                "union": lambda: self.union,
                 "causal": lambda: Causal(self.alignment),
                 "window": lambda: Window(*self.band, alignment=self.alignment),
                 "alibi": lambda: ALiBi(x["slopes"], alignment=self.alignment),
@@ -205,8 +289,11 @@ class Problem:
             "fermi": FermiDirac,
             "tsallis": lambda: Tsallis(x["alpha"] if self.alpha is None else self.alpha),
         }[self.family]()
+        temperature: Any = x.get("tau", 1.0)
+        if "slope" in x:
+            temperature = ByKeys(x["slope"], x.get("offset", 0.0), x.get("power", 1.0))
         return self.options | {
-            "problem": Transport(regularizer, prior=prior, marginal=marginal, temperature=x.get("tau", 1.0)),
+            "problem": Transport(regularizer, prior=prior, marginal=marginal, temperature=temperature),
             "attn_mask": x.get("mask"),
         }
 
@@ -244,6 +331,8 @@ class Problem:
             weights[name] = torch.randn(results[name].shape, generator=g).to(results[name].dtype)
             if name in ("lse", "entropy"):
                 weights[name] = torch.where(torch.as_tensor(faint), 0.0, weights[name])
+            if name == "entropy" and "density" in self.leaves and self.family != "kl":
+                weights[name] = torch.zeros_like(weights[name])  # promised for KL; keys of density 0 disturb light rows
         return weights
 
     def exactly(self, **changed: Tensor) -> Form:
@@ -268,9 +357,12 @@ class Problem:
         replaced by the sum of the absolute terms of u, and -b by their mean.
         """
         leaves = {n: self.leaves[n].detach().double().abs().requires_grad_() for n in ("q", "k")}
-        for name in ("mask", "slopes", "bias", "row", "key"):
+        for name in ("mask", "slopes", "bias", "row", "key", "table"):
             if name in self.leaves and self.leaves[name].is_floating_point():
                 leaves[name] = self.leaves[name].detach().double().requires_grad_()
+        for name in ("query_factor", "key_factor"):
+            if name in self.leaves:
+                leaves[name] = self.leaves[name].detach().double().abs().requires_grad_()
         form = self.exactly()
         scores, values = scores_of(form)
         rows, incoming = solve_rows(form, scores, rates=True), self.incoming(truth, faint)
@@ -292,7 +384,7 @@ class Problem:
         options, self.options = self.options, {n: o for n, o in self.options.items() if n != "softcap"}
         bare = self.exactly(**leaves)  # without softcap, whose slope is at most 1
         self.options = options
-        log_prior = bare.log_prior(self.Tq, self.Tk, u.dtype, u.device)
+        log_prior = bare.log_prior(self.Tq, self.Tk, u.dtype, u.device, with_density=False)
         total = (w * u * scores_of(bare)[0]).sum() + (0.0 if log_prior is None else (p * u * log_prior).sum())
         found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
         sizes = {
@@ -308,17 +400,30 @@ class Problem:
             log_y = power * (p.clamp(min=1e-300).log() - (0.0 if rows.log_prior is None else rows.log_prior))
             by_alpha = p * u / power**2 * (1 + (-log_y).exp() + log_y.abs())
             sizes["alpha"] = float(torch.where(p > 0, by_alpha, 0.0).sum())
+        if "forget" in self.leaves:  # a cumulative sum over all pairs
+            sizes["forget"] = float((p * u).sum())
+        if form.density is not None:
+            by_density = (p / form.density.clamp(min=1e-3) * u).sum_to_size(form.density.shape)
+            sizes["density"] = float(by_density.max()) if by_density.numel() else 0.0
+        away = torch.where(w > 0, (rows.scores - rows.dual).abs() / rows.temperature, 0.0)
+        by_tau = (w * u * away).sum(-1, keepdim=True)
         if "tau" in self.leaves:
-            away = torch.where(w > 0, (rows.scores - rows.dual).abs() / rows.temperature, 0.0)
-            by_tau = (w * u * away).sum(-1, keepdim=True)
             sizes["tau"] = float(by_tau.sum_to_size(self.leaves["tau"].shape).max())
+        if "slope" in self.leaves:
+            rule = {
+                n: self.leaves[n].double().requires_grad_() for n in ("slope", "offset", "power") if n in self.leaves
+            }
+            ruled = self.exactly(**rule).temperature
+            assert isinstance(ruled, Tensor)
+            found = torch.autograd.grad((by_tau * ruled).sum(), list(rule.values()), allow_unused=True)
+            sizes |= {n: 0.0 if g is None else float(g.abs().sum()) for n, g in zip(rule, found, strict=True)}
         return sizes
 
     def describe(self) -> str:
         leaves = ", ".join(f"{n}{list(t.shape)}" for n, t in self.leaves.items())
         return (
             f"seed {self.seed}: {self.family} {self.alpha} x {self.spread}, {self.dtype}, {leaves}; "
-            f"priors {self.priors} {self.alignment} {self.band}, "
+            f"priors {self.priors} {self.more} {self.alignment} {self.band}, block {self.block}, {self.union!r}, "
             f"marginal {self.marginal}, mask {self.mask}, {self.options}, statistics {self.statistics}, "
             f"gradients {self.gradients}"
         )
@@ -368,10 +473,14 @@ def check(seed: int) -> str | None:
         aside = expected.isfinite() & ~plain[name].isfinite()  # beyond the range of the dtype
         if name in OF_FAINT_ROWS:
             aside = aside | torch.as_tensor(faint)
+        if name == "grad density" and "entropy" in found:
+            aside = aside | (problem.leaves["density"] == 0)  # there the derivative of p log p is infinite
         value, definition = (torch.where(aside, expected, t.double()) for t in (value, plain[name]))
         bound = 4 * error(definition, expected) + (torch.finfo(problem.dtype).eps if rounded else floor)
         if problem.Tk > 512 and name in ("score_variance", "cost", "kl", "value_spread"):
             bound = bound + 5 * floor  # differences of sums over many keys
+        if problem.options.get("score") == "euclidean":
+            bound = 4 * bound  # sums of squares are larger than dot products
         if problem.family == "tsallis":
             # Near alpha = 1 a weight is a high power of y, which multiplies the rounding error of y. The last bit of a
             # score decides whether a key at the edge of the support has weight. Above alpha = 2 such a weight is a low

@@ -151,14 +151,15 @@ def solve_rows(form: Form, scores: Tensor, mu: Tensor | None = None, order: int 
     device = scores.device
     read = admissible = form.admissible(Tq, Tk, device)
     log_prior = form.log_prior(Tq, Tk, scores.dtype, device, with_density=False)
-    silent = None
+    silent = silent_scores = None
     if form.density is not None and Tk > 0:
         # log(density) joins the log-prior where the density is positive; elsewhere the key is masked, but for `silent`.
         density = form.density.to(scores.dtype)
         positive = density > 0
         terms = torch.where(positive, density, 1.0).log()
         log_prior = terms if log_prior is None else log_prior + terms
-        silent = torch.where(positive if read is None else positive | ~read, 0.0, density)
+        heard = positive if read is None else positive | ~read
+        silent, silent_scores = torch.where(heard, 0.0, density), torch.where(heard, 0.0, scores)
         admissible = positive if read is None else read & positive
     if Tk == 0:  # solve one masked key in place of no key
         scores, log_prior = scores.new_zeros(B, H, Tq, 1), None
@@ -223,6 +224,7 @@ def solve_rows(form: Form, scores: Tensor, mu: Tensor | None = None, order: int 
         p = torch.where(full, rows.prior(), p)
     scores = scores if admissible is None else torch.where(admissible, scores, 0.0)
     solution = Solution(form, rows.regularizer, temperature, scores, p, dual, start, log_prior, admissible, null)
+    solution.silent, solution.silent_scores = silent, silent_scores
     if rates:  # 0 where the plan is constant: no keys, all keys full, hard routing
         w, slack = rows.rates(mu)
         still = idle if cold is None else idle | cold

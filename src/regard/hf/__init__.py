@@ -6,6 +6,7 @@ files of this package, in the order in which a call passes through them:
     registry.py      `register`: puts both functions into transformers under a name
     models.py        which modules of a model use transformers' attention interface; errors for models that do not
     masks.py         the mask function: `StructuredMask`, a mask in O(Tq + Tk) memory
+    biases.py        `RelativeBias`: the position bias of T5 as a table over distances
     calls.py         the attention function: turns its arguments into a call of the public `regard.attention`
     checkpoints.py   the registered problem of a model in its checkpoint
     lengths.py       errors for registered problems that fit one length only
@@ -30,6 +31,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors; `_NAMES` says the same at run time
+    from .biases import RelativeBias
     from .calls import HARMLESS, as_call, as_features_call, attend, attention_function, counted_keys
     from .clipping import qk_clip_
     from .entropy import Entropies, Entropy, entropies
@@ -44,6 +46,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `_NAMES` says the same at ru
     from .retrofitting import retrofit, retrofitted_parameters, unretrofit
 
 _NAMES = {
+    ".biases": ("RelativeBias",),
     ".calls": ("HARMLESS", "as_call", "as_features_call", "attend", "attention_function", "counted_keys"),
     ".clipping": ("qk_clip_",),
     ".entropy": ("Entropies", "Entropy", "entropies"),

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._validate import describe
+from .._validate import Scalar, describe
 from ..features import Features
 from ..operator import attention
 from ..priors import ALiBi, Bias, Causal, Documents, Prior, Window
 from ..problem import Rows, RowsAndColumns, TemperatureRule, Transport
 from ..regularizers import KL
 from ..statistics import AuxOutput, AuxRequest
+from .biases import RelativeBias, read_bias
 from .lengths import check_lengths, follows_positions, keys_so_far
 from .masks import StructuredMask
 from .parameters import Retrofit, retrofit_of
@@ -104,7 +105,7 @@ def as_call(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
+    position_bias: Tensor | RelativeBias | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     output_attentions: bool | None = None,
@@ -152,15 +153,13 @@ def as_call(
         factors += _without_padding_queries(module, attention_mask, mask, Tq, Tk)
     if Tk != key.shape[2]:
         key, value = key[:, :, :Tk], value[:, :, :Tk]
-        position_bias = position_bias[..., :Tk] if position_bias is not None else None
     check_lengths(problem, Tq, Tk)
     if retrofit is not None and retrofit.slopes is not None:
         factors.append(_distance_prior(retrofit.slopes, Tq, Tk, mask, bool(causal)))
-    if position_bias is not None:
-        if mask is None:
-            mask = position_bias
-        else:
-            mask = torch.where(mask, position_bias, -math.inf) if mask.dtype == torch.bool else mask + position_bias
+    relative, bias = read_bias(position_bias, problem, _temperature(problem, retrofit), Tq, Tk)
+    factors += relative
+    if bias is not None:
+        mask = bias if mask is None else _biased(mask, bias)
     if cu_seq_lens_q is not None:
         keys = cu_seq_lens_k if cu_seq_lens_k is not None else cu_seq_lens_q
         factors.append(Documents.from_cu_seqlens(cu_seq_lens_q, keys, query_length=Tq, key_length=Tk))
@@ -228,6 +227,10 @@ def _without_padding_queries(module: nn.Module, given: Tensor, mask: Tensor | No
     return [Documents(real.long() - 1, torch.zeros(Tk, dtype=torch.long, device=real.device))]
 
 
+def _biased(mask: Tensor, bias: Tensor) -> Tensor:
+    return torch.where(mask, bias, -math.inf) if mask.dtype == torch.bool else mask + bias
+
+
 def _with_infinity(mask: Tensor) -> Tensor:
     """A float mask with -inf for masked entries, which transformers marks with the lowest number of the dtype."""
     return torch.where(mask <= torch.finfo(mask.dtype).min / 2, -math.inf, mask)
@@ -240,13 +243,9 @@ def _combined(
     if not factors and sink is None and retrofit is None:
         return problem
     problem = Transport() if problem is None else problem
-    prior, marginal, temperature = problem.prior, problem.marginal, problem.temperature
+    prior, marginal, temperature = problem.prior, problem.marginal, _temperature(problem, retrofit)
     for factor in factors:
         prior = factor if prior is None else prior * factor
-    if retrofit is not None and retrofit.log_temperature is not None:
-        if isinstance(temperature, TemperatureRule):
-            raise ValueError(f'learn: expected a problem with a temperature for "temperature", got {problem!r}')
-        temperature = retrofit.temperature(temperature)
     if sink is not None:
         if not _has_plain_rows(problem):
             raise ValueError(f"s_aux: expected a problem with plain Rows() for a model with sinks, got {problem!r}")
@@ -263,6 +262,16 @@ def _combined(
         score = retrofit.sink_score(temperature)
         marginal = marginal if score is None else Rows(sink=score)
     return Transport(problem.regularizer, prior=prior, marginal=marginal, temperature=temperature)
+
+
+def _temperature(problem: Transport | None, retrofit: Retrofit | None) -> Scalar | TemperatureRule:
+    """The temperature of a problem with the learned factor of `retrofit`."""
+    temperature = 1.0 if problem is None else problem.temperature
+    if retrofit is None or retrofit.log_temperature is None:
+        return temperature
+    if isinstance(temperature, TemperatureRule):
+        raise ValueError(f'learn: expected a problem with a temperature for "temperature", got {problem!r}')
+    return retrofit.temperature(temperature)
 
 
 def _has_plain_rows(problem: Transport) -> bool:

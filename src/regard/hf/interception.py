@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from ..features import Features
 from ..problem import Transport
+from .biases import use_tables
 from .calls import as_call, attention_function
 from .checkpoints import check_implementation
 from .models import check, configurations_of
 from .positions import CallStack, Place
-from .registry import TEMPORARY, install, original_name, problem_of, registered_problem, remove
+from .registry import TEMPORARY, install, is_installed, original_name, problem_of, registered_problem, remove
 
 Problem = Transport | Features | None
 
@@ -63,6 +64,7 @@ class Interception:
     def __init__(self, model: nn.Module, listener: Listener) -> None:
         self.model, self.listener = model, listener
         modules = list(check(model).values())
+        use_tables(modules, is_installed)
         for config in configurations_of(model):
             check_implementation(config, original_name, registered_problem)
         self.names = {id(module): name for name, module in model.named_modules()}

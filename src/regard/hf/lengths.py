@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -10,10 +11,13 @@ from torch import Tensor
 
 from .._validate import concrete, describe
 from ..priors import Bias, Documents, Prior
-from ..problem import Budget, Free, Rows, RowsAndColumns, Transport
+from ..problem import Free, Rows, RowsAndColumns, TemperatureRule, Transport
+from ..regions import Blocks
+from ..structured import Decay, Density, LowRank, Selected
 
 _PER_HEAD = "a tensor per head, [H, 1, 1], fits every length"
-_POSITIONS = "a prior that follows from positions (Causal, Window, ALiBi) fits every length"
+_POSITIONS = "a prior that follows from positions (Causal, Window, ALiBi, Relative) fits every length"
+_REGIONS = "Causal, Window, Prefix and their unions fit every length"
 _PACKED = "position_ids that begin again at 0 separate packed sequences without a prior, at every length"
 
 
@@ -22,17 +26,18 @@ class _Sized(NamedTuple):
 
     name: str
     tensor: Tensor
-    queries: int | None  # None: any number
-    keys: int | None
+    queries: range | None  # None: any number
+    keys: range | None
     remedy: str
 
 
 def check_lengths(problem: Transport | None, Tq: int, Tk: int) -> None:
     """Raise if a tensor of the problem is made for another number of queries or keys than those of this call."""
     for part in () if problem is None else _sized(problem):
-        if part.queries in (None, Tq) and part.keys in (None, Tk):
+        sides = (part.queries, Tq, "queries"), (part.keys, Tk, "keys")
+        if all(fitting is None or length in fitting for fitting, length, _ in sides):
             continue
-        made_for = [f"{n} {what}" for n, what in ((part.queries, "queries"), (part.keys, "keys")) if n is not None]
+        made_for = [f"{_shown(fitting)} {what}" for fitting, _, what in sides if fitting is not None]
         raise ValueError(
             f"problem: expected tensors that fit every call of the model (generate() adds one key with each token), "
             f"got {part.name}={describe(part.tensor)}, which is for {' and '.join(made_for)}, in a call with Tq={Tq}, "
@@ -40,16 +45,13 @@ def check_lengths(problem: Transport | None, Tq: int, Tk: int) -> None:
         )
 
 
+def _shown(lengths: range) -> str:
+    return str(lengths.start) if len(lengths) == 1 else f"{lengths.start} to {lengths.stop - 1}"
+
+
 def _sized(problem: Transport) -> Iterator[_Sized]:
-    for prior in () if problem.prior is None else problem.prior.factors():
-        if isinstance(prior, Bias):
-            queries, keys = _size(prior.log_prior, -2), _size(prior.log_prior, -1)
-            yield _Sized("Bias(log_prior)", prior.log_prior, queries, keys, _POSITIONS)
-        if isinstance(prior, Documents):
-            T = prior.query_ids.shape[-1]
-            yield _Sized("Documents(query_ids)", prior.query_ids, T, T if prior.key_ids is None else None, _PACKED)
-            if prior.key_ids is not None:
-                yield _Sized("Documents(key_ids)", prior.key_ids, None, prior.key_ids.shape[-1], _PACKED)
+    for prior in () if problem.prior is None else problem.prior.leaves():
+        yield from _sized_prior(prior)
     for name, value in _row_parameters(problem):
         if isinstance(value, Tensor):
             yield _Sized(name, value, _size(value, -2), None, _PER_HEAD)
@@ -60,6 +62,35 @@ def _sized(problem: Transport) -> Iterator[_Sized]:
         if marginal.column is not None:
             keys = _size(marginal.column, -1)
             yield _Sized("RowsAndColumns(column)", marginal.column, None, keys, "None fits every length")
+
+
+def _sized_prior(prior: Prior) -> Iterator[_Sized]:
+    if isinstance(prior, Bias):
+        yield _pairs("Bias(log_prior)", prior.log_prior)
+    if isinstance(prior, Density):
+        yield _pairs("Density(prior)", prior.prior)
+    if isinstance(prior, Documents):
+        T = _exactly(prior.query_ids, -1)
+        yield _Sized("Documents(query_ids)", prior.query_ids, T, T if prior.key_ids is None else None, _PACKED)
+        if prior.key_ids is not None:
+            yield _Sized("Documents(key_ids)", prior.key_ids, None, _exactly(prior.key_ids, -1), _PACKED)
+    if isinstance(prior, LowRank):
+        queries, keys = prior.query_factor, prior.key_factor
+        yield _Sized("LowRank(query_factor)", queries, _exactly(queries, -2), None, _POSITIONS)
+        yield _Sized("LowRank(key_factor)", keys, None, _exactly(keys, -2), _POSITIONS)
+    if isinstance(prior, Decay):
+        yield _Sized("Decay(log_forget)", prior.log_forget, None, _exactly(prior.log_forget, -1), _POSITIONS)
+    if isinstance(prior, Selected):
+        yield _Sized("Selected(index)", prior.index, _exactly(prior.index, -2), None, _REGIONS)
+    if isinstance(prior, Blocks):
+        queries, keys = (
+            range((blocks - 1) * prior.size + 1, blocks * prior.size + 1) for blocks in prior.map.shape[-2:]
+        )
+        yield _Sized("Blocks(map)", prior.map, queries, keys, _REGIONS)
+
+
+def _pairs(name: str, tensor: Tensor) -> _Sized:
+    return _Sized(name, tensor, _size(tensor, -2), _size(tensor, -1), _POSITIONS)
 
 
 def _row_parameters(problem: Transport) -> Iterator[tuple[str, Any]]:
@@ -73,20 +104,24 @@ def _row_parameters(problem: Transport) -> Iterator[tuple[str, Any]]:
         yield "Rows(relax)", marginal.relax
     if isinstance(marginal, Free):
         yield "Free(offset)", marginal.offset
-    if isinstance(temperature, Budget):
-        yield f"{type(temperature).__name__}(budget)", temperature.budget
-    else:
+    if not isinstance(temperature, TemperatureRule):
         yield "temperature", temperature
+        return
+    for field in dataclasses.fields(temperature):  # type: ignore[arg-type]
+        yield f"{type(temperature).__name__}({field.name})", getattr(temperature, field.name)
 
 
-def _size(tensor: Tensor, dim: int) -> int | None:
-    """The size of a dimension counted from the end; None if it broadcasts."""
-    size = tensor.shape[dim] if tensor.dim() >= -dim else 1
-    return None if size == 1 else size
+def _size(tensor: Tensor, dim: int) -> range | None:
+    """The only length that a dimension, counted from the end, fits; None if it broadcasts."""
+    return None if tensor.dim() < -dim or tensor.shape[dim] == 1 else _exactly(tensor, dim)
+
+
+def _exactly(tensor: Tensor, dim: int) -> range:
+    return range(tensor.shape[dim], tensor.shape[dim] + 1)
 
 
 def follows_positions(prior: Prior | None) -> bool:
-    return prior is not None and any(factor.positioned for factor in prior.factors())
+    return prior is not None and any(leaf.positioned for leaf in prior.leaves())
 
 
 def keys_so_far(mask: Tensor) -> int:

@@ -12,6 +12,8 @@ from typing import Any
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
+from .biases import use_tables
+
 
 def attentions(model: nn.Module) -> dict[str, nn.Module]:
     """The model's attention modules that use transformers' attention interface, by name."""
@@ -87,10 +89,11 @@ def _uses_interface(kind: type) -> bool:
 
 
 @functools.cache
-def guard_models(is_registered: Callable[[str | None], bool]) -> None:
+def guard_models(is_registered: Callable[[str | None], bool], is_installed: Callable[[str | None], bool]) -> None:
     """Make transformers raise when a registered name is set on a model that would ignore it.
 
     Many such models do not call the mask function either, so none of our functions would run that could raise later.
+    In other models, T5's bias becomes a table (biases.py) where the attention function `is_installed`.
     """
     correct, adjust, finish = (
         getattr(PreTrainedModel, name)
@@ -109,14 +112,14 @@ def guard_models(is_registered: Callable[[str | None], bool]) -> None:
         self: PreTrainedModel, attn_implementation: str | None, is_init_check: bool = False, *args: Any, **kwargs: Any
     ) -> str:
         if not is_init_check and is_registered(attn_implementation):  # set_attn_implementation, called on this model
-            _check_has_attention(self)
+            use_tables(_check_has_attention(self), is_installed)
         return adjust(self, attn_implementation, is_init_check, *args, **kwargs)
 
     @functools.wraps(finish)
     def finished(self: PreTrainedModel) -> None:
         # Only the whole model is checked: a part without attention is fine (the ResNet of a DETR, a vocoder).
         if is_registered(self.config._attn_implementation_internal) and outermost_model(self) is self:
-            _check_has_attention(self)
+            use_tables(_check_has_attention(self), is_installed)
         finish(self)
 
     PreTrainedModel.get_correct_attn_implementation = guarded  # type: ignore[method-assign]
@@ -133,9 +136,11 @@ def check_configuration(config: type) -> None:
         )
 
 
-def _check_has_attention(model: nn.Module) -> None:
-    if not attentions(model):
+def _check_has_attention(model: nn.Module) -> list[nn.Module]:
+    """The attentions of a model. Raises if there are none."""
+    if not (found := attentions(model)):
         raise ValueError(f"attn_implementation: {_no_attention_in(model)}")
+    return list(found.values())
 
 
 def outermost_model(part: PreTrainedModel | None = None) -> PreTrainedModel | None:

@@ -59,7 +59,7 @@ def register(name: str = "regard", problem: Transport | Features | None = None) 
         )
     _problems[name] = problem
     install(name, functools.partial(attention_function, problem))
-    guard_models(is_registered)
+    guard_models(is_registered, is_installed)
     guard_checkpoints(original_name, registered_problem)
     return name
 

@@ -17,7 +17,7 @@ import torch
 
 import regard
 from regard import features
-from regard.problem import Budget, Marginal, Rows, Transport
+from regard.problem import Marginal, Rows, TemperatureRule, Transport
 
 H, T, D = 4, 6, 8
 UNNAMED = "no name known to us"
@@ -47,7 +47,24 @@ CELLS: list[DesignCell] = [
     DesignCell("Transport(prior=Window(2, 2))", "local, sliding-window attention", "Beltagy et al. 2020"),
     DesignCell("Transport(prior=Causal() * Window(2))", "causal sliding window", "Jiang et al. 2023 (Mistral)"),
     DesignCell("Transport(prior=Causal() * ALiBi(slopes))", "ALiBi", "Press et al. 2022"),
-    DesignCell("Transport(prior=Bias(log_prior))", "relative position bias", "Raffel et al. 2020 (T5)"),
+    DesignCell("Transport(prior=Bias(log_prior))", "a bias for every pair", "Ying et al. 2021 (Graphormer)"),
+    DesignCell(
+        "Transport(prior=Relative.t5(buckets, bidirectional=True, max_distance=4))",
+        "relative position bias of T5",
+        "Raffel et al. 2020 (T5)",
+    ),
+    DesignCell("Transport(prior=LowRank(a, c))", "learned low-rank prior", "Litman and Guo 2026 (GOAT)"),
+    DesignCell("Transport(prior=Decay(log_forget))", "forgetting attention (FoX)", "Lin et al. 2025 (FoX)"),
+    DesignCell("Transport(prior=Density(density))", "soft mask, weights from 0 to 1", UNNAMED),
+    DesignCell("Transport(prior=Causal() * Selected(index))", "selected keys (DSA)", "DeepSeek-AI 2025 (DSA)"),
+    DesignCell(
+        "Transport(prior=Causal() * Selected(index, block=2))",
+        "selected blocks of keys (NSA)",
+        "Yuan et al. 2025 (NSA)",
+    ),
+    DesignCell("Transport(prior=Causal() | Prefix(3))", "prefix-LM", "Raffel et al. 2020 (T5)"),
+    DesignCell("Transport(prior=Window(1, 1) | Prefix(1))", "global tokens beside a window", "Beltagy et al. 2020"),
+    DesignCell("Transport(prior=Blocks(block_map, 2))", "block-sparse attention", "Child et al. 2019"),
     DesignCell("Transport(prior=Documents(ids))", "packing without cross-contamination", "Krell et al. 2021"),
     DesignCell("Transport(temperature=tau)", "softmax with a temperature per head", "Liu et al. 2022 (Swin V2)"),
     DesignCell("Transport(temperature=0.0)", "average-hard (saturated) attention", "Merrill et al. 2022"),
@@ -56,6 +73,7 @@ CELLS: list[DesignCell] = [
         "each row at one perplexity, as t-SNE's neighbours",
         "van der Maaten and Hinton 2008",
     ),
+    DesignCell("Transport(prior=Causal(), temperature=ByKeys(s))", "scalable softmax", "Nakanishi 2025"),
     DesignCell("Transport(temperature=MatchKL(0.3))", "relative-entropy constraint, as in REPS", "Peters et al. 2010"),
     DesignCell("Transport(marginal=Rows(sink=0.0))", "softmax-1, “off by one”", "Miller 2023"),
     DesignCell("Transport(marginal=Rows(sink=b))", "learned attention sinks", "OpenAI 2025 (gpt-oss)"),
@@ -76,6 +94,11 @@ CELLS: list[DesignCell] = [
         "Transport(Tsallis(alpha))", "adaptively sparse: alpha-entmax, an alpha per head", "Correia et al. 2019"
     ),
     DesignCell("Transport(Tsallis(1.5), prior=Causal())", "causal entmax", "Correia et al. 2019"),
+    DesignCell(
+        "Transport(Tsallis(1.5), prior=Causal(), temperature=ByKeys(s, offset=1.0, power=gamma))",
+        "adaptive-scalable entmax (ASEntmax)",
+        "Vasylenko et al. 2025",
+    ),
     DesignCell("Transport(Tsallis(1.5), prior=Causal() * ALiBi(slopes))", "entmax under ALiBi as a prior", UNNAMED),
     DesignCell("Transport(Tsallis(2.0), marginal=Rows(sink=b))", "sparsemax with a sink", UNNAMED),
     DesignCell(
@@ -138,6 +161,17 @@ REFERENCES = {
     "ICLR 2022, arXiv:2108.12409",
     "Raffel et al. 2020 (T5)": "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer, "
     "JMLR 21, arXiv:1910.10683",
+    "Ying et al. 2021 (Graphormer)": "Do Transformers Really Perform Bad for Graph Representation?, NeurIPS 2021, "
+    "arXiv:2106.05234",
+    "Litman and Guo 2026 (GOAT)": "You Need Better Attention Priors, arXiv:2601.15380",
+    "Lin et al. 2025 (FoX)": "Forgetting Transformer: Softmax Attention with a Forget Gate, ICLR 2025, "
+    "arXiv:2503.02130",
+    "DeepSeek-AI 2025 (DSA)": "DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models, arXiv:2512.02556",
+    "Yuan et al. 2025 (NSA)": "Native Sparse Attention: Hardware-Aligned and Natively Trainable Sparse Attention, "
+    "ACL 2025, arXiv:2502.11089",
+    "Child et al. 2019": "Generating Long Sequences with Sparse Transformers, arXiv:1904.10509",
+    "Nakanishi 2025": "Scalable-Softmax Is Superior for Attention, arXiv:2501.19399",
+    "Vasylenko et al. 2025": "Long-Context Generalization with Sparse Attention, arXiv:2506.16640",
     "Krell et al. 2021": "Efficient Sequence Packing without Cross-contamination, arXiv:2107.02027",
     "Liu et al. 2022 (Swin V2)": "Swin Transformer V2: Scaling Up Capacity and Resolution, CVPR 2022, arXiv:2111.09883",
     "Merrill et al. 2022": "Saturated Transformers are Constant-Depth Threshold Circuits, TACL 10, arXiv:2106.16213",
@@ -184,6 +218,15 @@ def _names() -> dict[str, Any]:
         "tau": torch.tensor([0.5, 1.0, 2.0, 4.0])[:, None, None],
         "alpha": torch.tensor([1.2, 1.5, 1.8, 2.0]),
         "log_prior": _of_distance(torch.linspace(-1, 1, H * (2 * T - 1)).sin().reshape(H, -1)),
+        "buckets": torch.linspace(-1, 1, 8 * H).cos().reshape(8, H),
+        "a": torch.linspace(-1, 1, H * T * 2).reshape(H, T, 2),
+        "c": torch.linspace(-2, 2, H * T * 2).sin().reshape(H, T, 2),
+        "log_forget": -torch.linspace(0.1, 1, H * T).reshape(H, T),
+        "density": torch.linspace(0, 1, T * T).reshape(T, T).flip(1),
+        "index": torch.stack([torch.zeros(T).long(), torch.arange(T) // 2], -1)[None, None],
+        "block_map": torch.ones(T // 2, T // 2, dtype=torch.bool).tril(),
+        "s": torch.tensor([0.4, 0.5, 0.6, 0.7]),
+        "gamma": torch.tensor([0.8, 1.0, 1.2, 1.5]),
         "chi2": regard.FDivergence(f=_chi2, link=_chi2_link, slope=torch.ones_like, lower=-1.0),
         "math": math,
     }
@@ -236,7 +279,7 @@ def name_in_plane(regularizer: str, marginal: str) -> str:
     wanted = eval(f"Transport({regularizer}, marginal={marginal})", _names())
     for cell in CELLS:
         made = cell.made
-        if not isinstance(made, Transport) or made.prior is not None or isinstance(made.temperature, Budget):
+        if not isinstance(made, Transport) or made.prior is not None or isinstance(made.temperature, TemperatureRule):
             continue
         if made.regularizer == wanted.regularizer and kind(made.marginal) == kind(wanted.marginal):
             return cell.names
@@ -249,8 +292,8 @@ def parts(cell: DesignCell) -> tuple[str, str, str, str]:
     if isinstance(made, features.Features):
         return "–", "rows", "causal" if cell.is_causal else "–", type(made).__name__
     factors = () if made.prior is None else made.prior.factors()
-    prior = " × ".join(type(factor).__name__ for factor in factors) or "–"
-    if isinstance(made.temperature, Budget):
+    prior = " × ".join(" ∪ ".join(type(a).__name__ for a in factor.alternatives()) for factor in factors) or "–"
+    if isinstance(made.temperature, TemperatureRule):
         temperature = f", τ by {type(made.temperature).__name__}"
     elif isinstance(made.temperature, torch.Tensor):
         temperature = ", τ per head"
@@ -283,7 +326,12 @@ def to_markdown() -> str:
         lines.append(f"| `{regularizer}` | " + " | ".join(names) + " |")
     lines += [
         "",
-        "Each of them can be combined with a prior: `Causal`, `Window`, `ALiBi`, `Bias`, `Documents` or a product.",
+        "Each of them can be combined with a prior: `Causal`, `Window`, `Documents`, `Prefix`, `Blocks`, `Selected`,",
+        "`ALiBi`, `Relative`, `LowRank`, `Decay`, `Density`, `Bias`, a product of priors, or a union of masks",
+        "([masks](masks.md) has a line for each mask of attention-gym). Each takes a temperature or a rule for it",
+        "(`ByKeys`), and each score of `attention(..., score=)`: the dot product, the cosine, or minus half of the",
+        "squared distance. Differential attention, gated outputs and value residuals need no part of their own",
+        "([recipes](recipes.md)).",
         "",
         "## Every cell with a name",
         "",
@@ -291,13 +339,16 @@ def to_markdown() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for cell in CELLS:
-        call = f"`{cell.expression}`" + (", `is_causal=True`" if cell.is_causal else "")
+        expression = cell.expression.replace("|", "\\|")  # a bar would end the table's column
+        call = f"`{expression}`" + (", `is_causal=True`" if cell.is_causal else "")
         lines.append(f"| {cell.names} | {' | '.join(parts(cell))} | {call} | {cell.reference} |")
     lines += [
         "",
-        "In the expressions `n` is the number of keys, `b`, `slopes`, `tau` and `alpha` have a number per head, `ids`",
-        "numbers documents, `log_prior` [H, T, T] has a number per head and distance i − j, and `chi2` is an",
-        "`FDivergence`.",
+        "In the expressions `n` is the number of keys. `b`, `slopes`, `tau`, `alpha`, `s` and `gamma` have a number",
+        "per head. `ids` numbers documents. `log_prior` [H, T, T] has a number per head and distance i − j, `buckets`",
+        "[buckets, H] one per bucket of distances, `density` [T, T] a weight per pair, `log_forget` [H, T] a gate per",
+        "key, `index` [1, 1, T, n] the keys of each query. `a` and `c` [H, T, r] are factors, `block_map` is a bool",
+        "map, and `chi2` is an `FDivergence`.",
         "",
         "## References",
         "",

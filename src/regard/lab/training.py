@@ -246,7 +246,7 @@ def plan_statistics(model: Transformer, tokens: Tensor, *names: str) -> dict[str
     found: dict[str, list[Tensor]] = {name: [] for name in names}
     tokens = tokens.to(model.token.weight.device)
     with torch.no_grad():
-        for (q, k, v), problem in zip(model.heads(tokens), model.problems(), strict=True):
+        for (q, k, v), problem in zip(model.heads(tokens), model.problems(tokens), strict=True):
             _, aux = attention(q, k, v, is_causal=True, problem=problem, return_aux=request)
             for name in names:
                 found[name].append(getattr(aux, name).mean((0, 2)))

@@ -16,7 +16,7 @@ from ..operator import attention
 from ..plan import solve
 from ..priors import Documents
 from ..problem import RowsAndColumns, Transport
-from .declared import HasProblem, Problem, built
+from .declared import HasProblem, Problem
 
 
 def _same(query: Tensor, key: Tensor) -> bool:
@@ -49,9 +49,10 @@ class Temperature(nn.Module):
 class MultiheadAttention(HasProblem, nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` (same arguments, same call, same state dict) whose heads solve `problem`.
 
-    `problem` is a `Transport`, or a callable without arguments that builds one in every forward call; None is softmax.
-    The callable may be a module with parameters, which becomes a submodule. A module of `regard.features` may be passed
-    instead of a problem; it supports causal attention and padding, but no other mask and no dropout. Masks are as in
+    `problem` is a `Transport`, or a callable that builds one in every forward call; None is softmax. The callable may
+    be a module with parameters, which becomes a submodule. If it has an argument, it receives a `Context` with the
+    query's `hidden_states` [B, Tq, E] and the number of `heads`. A module of `regard.features` may be passed instead of
+    a problem; it supports causal attention and padding, but no other mask and no dropout. Masks are as in
     PyTorch: True in a bool mask *masks* a key, a float mask is added to the scores.
 
     An `nn.Parameter` in a `Transport` becomes a parameter of this module, named by its place: `problem.marginal.sink`.
@@ -104,7 +105,7 @@ class MultiheadAttention(HasProblem, nn.MultiheadAttention):
             out, weights = self._by_features(self.problem, q, k, v, keep, is_causal, need_weights)
         else:
             mask, is_causal = self._mask(attn_mask, key_padding_mask, is_causal, q.shape[0], q.shape[2], k.shape[2])
-            problem = built(self.problem)
+            problem = self.problem_of(self.num_heads, query)
             if alone and key_padding_mask is not None:
                 problem = self._without_idle(problem, key_padding_mask)
             out = attention(q, k, v, mask, self.dropout if self.training else 0.0, is_causal, problem=problem)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +14,18 @@ from .._pytree import Part
 from .._validate import describe
 from ..problem import Transport
 
-Problem = Transport | Callable[[], Transport] | None  # a callable builds the problem in every forward
+
+@dataclass(frozen=True)
+class Context:
+    """The attention call for which a problem is built. A callable with one argument receives it in every forward."""
+
+    module: nn.Module
+    heads: int
+    hidden_states: Tensor  # [B, Tq, E]: what the queries are projected from
+
+
+# A callable builds the problem in every forward: from its own parameters alone, or also from the call.
+Problem = Transport | Callable[[], Transport] | Callable[[Context], Transport] | None
 
 
 class Declared(nn.Module):
@@ -102,13 +115,21 @@ def learned(problem: Transport | nn.Module) -> list[str]:
 class HasProblem(nn.Module):
     """A module whose attribute `problem` may be a `Transport`. A Transport with tensors is stored as a `Declared`."""
 
+    _with_context = False  # whether `problem` is a callable that takes a `Context`
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "problem":
             check_problem(name, value)
+            self._with_context = callable(value) and takes_context(value)
             value = _stored(value)
             if name in self.__dict__ or name in dict(self.named_children()):
                 delattr(self, name)  # nn.Module allows only a module or None in place of a module
         super().__setattr__(name, value)
+
+    def problem_of(self, heads: int, hidden_states: Tensor) -> Transport | None:
+        """The problem of a forward call, with the current values of its parameters."""
+        given: Any = self.problem
+        return given(Context(self, heads, hidden_states)) if self._with_context else built(given)
 
 
 def _stored(problem: Any) -> Any:
@@ -116,8 +137,20 @@ def _stored(problem: Any) -> Any:
 
 
 def built(problem: Problem) -> Transport | None:
-    """The problem with the current values of its parameters."""
-    return problem if problem is None or isinstance(problem, Transport) else problem()
+    """The problem with the current values of its parameters. One that depends on the hidden states raises."""
+    if problem is None or isinstance(problem, Transport):
+        return problem
+    if takes_context(problem):
+        raise ValueError(
+            f"problem: expected one that is the same for all inputs, got {problem!r}, which takes a Context"
+        )
+    return problem()  # type: ignore[call-arg]
+
+
+def takes_context(problem: Callable[..., Any]) -> bool:
+    """Whether a callable has an argument that must be given."""
+    own = inspect.signature(problem.forward if isinstance(problem, nn.Module) else problem).parameters.values()
+    return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in own)
 
 
 def check_problem(name: str, problem: object) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -61,9 +61,8 @@ class SelfAttention(HasProblem):
         if self.attention is not None:
             o = self.attention(q, k, v, self.causal)
         else:
-            o = solve_and_average(
-                q, k, v, None, self.dropout if self.training else 0.0, self.causal, problem=built(self.problem)
-            )
+            problem = self.problem_of(self.heads, h)
+            o = solve_and_average(q, k, v, None, self.dropout if self.training else 0.0, self.causal, problem=problem)
         return self.out(o.transpose(1, 2).flatten(2))
 
 
@@ -86,7 +85,8 @@ class Transformer(nn.Module):
     """Predicts the next token at every position: tokens [B, T] -> logits [B, T, vocabulary].
 
     `problem` is a `Transport`, a module of `regard.features`, or a function of the layer's number. The function returns
-    one of these, or a callable that builds a `Transport` in every forward call (a module, if it has parameters).
+    one of these, or a callable that builds a `Transport` in every forward call (a module, if it has parameters). If the
+    callable has an argument, it receives a `Context` with the layer's `hidden_states`: forget gates are computed so.
     Instead of a problem, `attention` may be a function or module that is called with (query, key, value, is_causal); of
     a module, every layer has its own copy. An `nn.Parameter` in a `Transport` is a parameter of the model. Layers with
     the same Transport share its parameters; a function of the layer's number can give each layer its own.
@@ -201,18 +201,25 @@ class Transformer(nn.Module):
             tokens, targets = tokens[:, :-1], tokens[:, 1:]
         return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten().clamp(min=-1), ignore_index=-1)
 
+    def _inputs(self, tokens: Tensor) -> Iterator[tuple[SelfAttention, Tensor]]:
+        """Each layer's attention and its input, [B, T, E]."""
+        h = self._stream(tokens)
+        for block in self._each():
+            yield block.attention, block.norms[0](h)
+            h = block(h)
+
     @torch.no_grad()
     def heads(self, tokens: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Queries, keys and values of each layer, [B, H, T, D], from which statistics of its plan can be computed."""
-        h, found = self._stream(tokens), []
-        for block in self._each():
-            found.append(block.attention.project(block.norms[0](h)))
-            h = block(h)
-        return found
+        return [attention.project(h) for attention, h in self._inputs(tokens)]
 
-    def problems(self) -> list[Transport | None]:
-        """The current problem of each layer (None: softmax, or `attention`)."""
-        return [built(block.attention.problem) for block in self._each()]
+    def problems(self, tokens: Tensor | None = None) -> list[Transport | None]:
+        """The current problem of each layer (None: softmax, or `attention`). Problems that depend on the hidden states
+        are those of these tokens."""
+        if tokens is None:
+            return [built(block.attention.problem) for block in self._each()]
+        with torch.no_grad():
+            return [attention.problem_of(attention.heads, h) for attention, h in self._inputs(tokens)]
 
     @torch.no_grad()
     def generate(

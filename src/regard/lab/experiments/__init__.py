@@ -28,6 +28,7 @@ NAMES = (
     "sharpness",
     "sinks",
     "priors",
+    "forgetting",
     "variance",
 )
 
