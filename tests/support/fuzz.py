@@ -121,7 +121,7 @@ class Problem:
                 self.leaves["table"] = self.normal(r.choice([1, H]), 2 * r.choice([0, 1, 5, 60]) + 1)
             elif name == "low rank":
                 rank, shared = r.choice([1, 2, 5]), r.choice([1, H, self.Hkv])
-                self.leaves["query_factor"] = self.normal(r.choice([1, B]), r.choice([1, H]), Tq, rank)
+                self.leaves["query_factor"] = self.normal(r.choice([1, B]), r.choice([1, H]), Tq, rank) / rank
                 self.leaves["key_factor"] = self.normal(r.choice([1, B]), shared, Tk, rank)
             elif name == "decay":
                 self.leaves["forget"] = -self.uniform(r.choice([1, B]), r.choice([1, H]), Tk) * r.choice([0.01, 1.0])
@@ -331,8 +331,6 @@ class Problem:
             weights[name] = torch.randn(results[name].shape, generator=g).to(results[name].dtype)
             if name in ("lse", "entropy"):
                 weights[name] = torch.where(torch.as_tensor(faint), 0.0, weights[name])
-            if name == "entropy" and "density" in self.leaves and self.family != "kl":
-                weights[name] = torch.zeros_like(weights[name])  # promised for KL; keys of density 0 disturb light rows
         return weights
 
     def exactly(self, **changed: Tensor) -> Form:

@@ -27,6 +27,7 @@ from ..form import Form
 from ..lowering import lower
 from ..operator import attention
 from ..statistics import ROW_STATISTICS, AuxRequest, undefined
+from . import provenance
 from .layers import DERIVED, Layer, derived_channels, nth_call
 from .patterns import count_admissible, sees_first_key
 from .recorder import Recorder
@@ -101,6 +102,10 @@ class TransformersListener(Recorder):
             names = tuple(name for name in names if all(getattr(request, name) for request in requests))
         return names
 
+    def problems_as_json(self) -> dict[str, str | None]:
+        """The problems of the model as JSON, by the names of their attention implementations."""
+        return self.inspection.about["declared"]
+
     def model_called(self) -> None:
         self.passes.begin()
 
@@ -132,6 +137,10 @@ class ModuleListener:
         hidden: Any = torch.compiler.disable
         self.before_model, self.after_model = hidden(self._before_model), hidden(self._after_model)
         self.before, self.after, self.seen = hidden(self._before), hidden(self._after), hidden(self._seen)
+
+    def problems_as_json(self) -> dict[str, str | None]:
+        """The problems of the modules of `regard.nn` as JSON, by the names of the modules."""
+        return provenance.declared_in(self.model)
 
     @property
     def layers(self) -> list[Layer]:

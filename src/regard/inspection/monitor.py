@@ -96,7 +96,7 @@ class Monitor:
         self.journal: Journal | None = None
         self.trackers: Trackers | None = None
         if self.processes.is_first():
-            about = provenance.of_run(self.model)
+            about = provenance.of_run(self.model) | {"declared": self.listener.problems_as_json()}
             self.journal = Journal(path, about | {"every": self.every, "processes": self.processes.rank_and_size()[1]})
             self.trackers = Trackers(writer, wandb)
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import datetime
 import hashlib
 import platform
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..features import Features
+from ..nn.declared import Declared, HasProblem
 from ..problem import Transport
 
 LONGEST = 2**16  # characters of a problem in a record
@@ -47,12 +49,25 @@ def of_inspection(model: nn.Module, problems: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def as_json(problem: Transport | Features | None) -> str | None:
+def declared_in(model: nn.Module) -> dict[str, str | None]:
+    """The problems of the modules of `regard.nn` in a model, by the modules' names, as JSON. Parameters are written by
+    their names. None where a problem is built in every forward call, or where JSON cannot express it."""
+    parameters, found = dict(model.named_parameters()), {}
+    for name, module in model.named_modules():
+        problem = module.problem if isinstance(module, HasProblem) else None
+        if isinstance(problem, Transport | Declared):
+            found[name] = as_json(problem() if isinstance(problem, Declared) else problem, parameters)
+        elif problem is not None:
+            found[name] = None
+    return found
+
+
+def as_json(problem: Transport | Features | None, parameters: Mapping[str, Tensor] | None = None) -> str | None:
     """The problem of a model as JSON; None where JSON cannot express it or would be long (see "problems" then)."""
     if isinstance(problem, Features):
         return None
     try:
-        text = (problem or Transport()).to_json()
+        text = (problem or Transport()).to_json(parameters)
     except (TypeError, ValueError):
         return None
     return text if len(text) <= LONGEST else None

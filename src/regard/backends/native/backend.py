@@ -182,6 +182,12 @@ class Native(Backend):
         if form.family == "kl" and form.marginal == "free" and "lse" not in outputs and {"entropy", "lse"} & set(grads):
             outputs = outputs | self.forward(form, ("lse",))
 
+        others = tuple(slot for slot in needed if slot != "density")
+        if len(others) < len(needed) and not {"query", "key", "value"}.issuperset(others):
+            # For the gradient of the density, a density of 0 counts as a tiny one. In a row whose other priors are tiny
+            # as well this is not negligible, so it must not enter other sums: these take a pass of their own.
+            parts = (self.backward(form, slots, outputs, grads) for slots in (others, ("density",)))
+            return dict(pair for part in parts for pair in part.items())
         kinds = {slot: _kind(form, slot, tensors[slot]) for slot in needed}
         wanted = {field for kind in kinds.values() for field in kind}
         chunks = _chunks(form, not wanted.isdisjoint(("dense_g", "dense_ds")))
@@ -206,7 +212,7 @@ class Native(Backend):
             else:  # the shape of the user's own tensor
                 shapes = [tensors[slot].shape for slot in needed if kinds[slot] == (field,)]
                 found[field] = torch.zeros(torch.broadcast_shapes(*shapes), dtype=form.dtype)
-        _sweep(form, found, outputs, grads, chunks)
+        _sweep(form, found, outputs, grads, chunks, _DENSITY_LEAST if "density" in needed else 0.0)
         for field in wanted if parts else ():
             if field in ("dq", "relative_g", "d_query_factor") or (field.startswith("row") and field != "row_dot"):
                 total = found[field][0]
@@ -342,9 +348,14 @@ def _chunks(form: Form, dense: bool) -> int:
 
 
 def _sweep(
-    form: Form, fields: dict[str, Tensor], outputs: dict[str, Tensor], grads: dict[str, Tensor], chunks: int = 0
+    form: Form,
+    fields: dict[str, Tensor],
+    outputs: dict[str, Tensor],
+    grads: dict[str, Tensor],
+    chunks: int = 0,
+    density_least: float = 0.0,
 ) -> None:
-    """Compute the plan again from its price and fill the fields."""
+    """Compute the plan again from its price and fill the fields. A density counts as at least `density_least`."""
     module, _ = extension()
     record = record_of(form)
     record.put("chunks", chunks or _chunks(form, False))
@@ -353,8 +364,8 @@ def _sweep(
             record.tensor(_SAVED[name], output)
     for name, grad in grads.items():
         record.tensor(f"grad_{name}", grad)
-    if form.density is not None and not fields.keys().isdisjoint(("row_gp", "key_g", "dense_g")):
-        record.put("density_least", _DENSITY_LEAST)
+    if density_least:
+        record.put("density_least", density_least)
     for field, tensor in fields.items():
         if field.startswith("dense"):
             record.tensor(field, tensor)
