@@ -2,11 +2,11 @@
 
     python benchmarks/structured.py [--heads 8] [--seconds 4] [--only selected] [--threads 2] [--memory]
 
-Each case is first compared, at a small size and with its gradients, with the same prior given as a dense bias in float64
-on the reference backend. One that is wrong is not timed, and the run fails. Then the case and plain causal softmax run in
-interleaved rounds, forward alone and forward with backward. "x softmax" is the time of the case over the time of softmax
-in the same round, with the middle 80 % of the rounds. --memory prints the peak memory of forward and backward at
-T = 65536 with one head, beyond the inputs, each in a process of its own.
+Each case is first compared, at a small size and with its gradients, with the same prior given as a dense bias in
+float64 on the reference backend. One that is wrong is not timed, and the run fails. Then the case and plain causal
+softmax run in interleaved rounds, forward alone and forward with backward. "x softmax" is the time of the case over the
+time of softmax in the same round, with the middle 80 % of the rounds. --memory prints the peak memory of forward and
+backward at T = 65536 with one head, beyond the inputs, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from regard import (
     Density,
     LowRank,
     Prefix,
-    Regularizer,
     Relative,
     Selected,
     Transport,
@@ -39,6 +38,7 @@ from regard import (
     Window,
 )
 from regard.lowering import lower
+from regard.problem import Regularizer
 
 D = 64
 TOLERANCE = 2e-5  # of the largest entry, in float32
@@ -152,9 +152,9 @@ def check(case: Case) -> str | None:
     mine = [out, *torch.autograd.grad(out, [*given, *learned(tensors)], grad)]
 
     wide = _leaves([t.detach().double() if t.is_floating_point() else t for t in tensors])
-    doubles = [tensor.detach().double().requires_grad_() for tensor in given]
+    q, k, v = doubles = [tensor.detach().double().requires_grad_() for tensor in given]
     problem = case.problem(*wide)
-    form = lower(*doubles, problem=problem)
+    form = lower(q, k, v, problem=problem)
     allowed, log_prior = form.admissible(T, T, out.device), form.log_prior(T, T, torch.float64, out.device)
     dense = torch.zeros(1, H, T, T, dtype=torch.float64) if log_prior is None else log_prior.expand(1, H, T, T)
     if allowed is not None:
@@ -164,7 +164,7 @@ def check(case: Case) -> str | None:
     exact = [out, *torch.autograd.grad(out, [*doubles, *learned(wide)], grad.double())]
     names = ("the output", "dq", "dk", "dv", *(f"the gradient of tensor {n}" for n in range(len(tensors))))
     for name, a, b in zip(names, mine, exact, strict=False):
-        error = float((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-3))
+        error = float(((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-3)).detach())
         if not error <= TOLERANCE:
             return f"{name} is off by {error:.1e} of its largest entry"
     return None

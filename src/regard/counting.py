@@ -149,7 +149,8 @@ def _leading(form: Form) -> tuple[int, int]:
     """[B|1, H|1]: over which batch entries and heads the count may vary."""
     parts = [form.mask, form.score_bias, *form.log_priors, form.density, form.query_ids, form.key_ids]
     parts += [form.selected, form.tile_map]
-    return torch.broadcast_shapes(*(part.shape[:2] for part in parts if part is not None))
+    batch, heads = torch.broadcast_shapes(*(part.shape[:2] for part in parts if part is not None))
+    return batch, heads
 
 
 def _admits(form: Form, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
