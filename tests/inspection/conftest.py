@@ -1,5 +1,5 @@
-"""The fixture `browser` for the tests of the report pages."""
+"""The fixtures `browser` and `show` for the tests of the report pages."""
 
-from support.browser import browser
+from support.browser import browser, show
 
-__all__ = ["browser"]
+__all__ = ["browser", "show"]

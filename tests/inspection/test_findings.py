@@ -237,8 +237,8 @@ def test_a_model_trained_without_scaling_is_flagged_and_a_healthy_one_is_not():
     ("bad", "error", "message"),
     [
         ([], TypeError, "record: expected a dict"),
-        ({}, ValueError, "record: expected format 'regard-inspection', version 1, got None, version None"),
-        ({"format": "regard-inspection", "version": 2}, ValueError, "version 1, got 'regard-inspection', version 2"),
+        ({}, ValueError, "record: expected format 'regard-inspection', version 1 or 2, got None, version None"),
+        ({"format": "regard-inspection", "version": 3}, ValueError, "1 or 2, got 'regard-inspection', version 3"),
         ({**record({}), "heads": []}, ValueError, "record: expected a list of at least one in 'heads', got \\[\\]"),
         ({**record({}), "statistics": None}, ValueError, "at least one in 'statistics', got None"),
     ],

@@ -1,17 +1,10 @@
-"""`regard.inspect` and `regard.watch`: the statistics of eager matrices without the matrices; models are restored."""
+"""`regard.inspect`: the statistics of eager matrices without the matrices, for every kind of model."""
 
-import base64
 import copy
 import itertools
 import json
 import math
-import os
-import pickle
-import signal
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,12 +12,13 @@ import transformers as hf
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import regard
-from regard import AuxRequest, Inspection, Transport, Tsallis
+from regard import AuxRequest, Transport, Tsallis
 from regard.inspection.layers import bin_starts, position_bins
 from regard.lowering import lower
 from regard.statistics import ROW_STATISTICS
 from support.checkpoints import smollm2, stories260k
 from support.models import build, inputs_of, padded
+from support.recorded import assert_means, assert_same, tokens
 
 # "The quick brown fox jumps over the lazy dog. Once upon a time", in SmolLM2's tokens
 SENTENCE = [504, 2365, 6354, 16438, 27003, 690, 260, 23790, 2767, 30, 4027, 1980, 253, 655]
@@ -67,17 +61,6 @@ def from_matrices(model, given):
         for name, value in means.items():
             found.setdefault(name, []).append(value)
     return {name: torch.stack(values) for name, values in found.items()}
-
-
-def tokens(vocabulary, B, T, seed=0):
-    return torch.randint(3, vocabulary, (B, T), generator=torch.Generator().manual_seed(seed))
-
-
-def assert_means(inspection, expected, tolerance=2e-4):
-    for name, value in expected.items():
-        got = inspection.mean(name)
-        assert got.shape == value.shape
-        assert torch.allclose(got, value, rtol=tolerance, atol=tolerance), (name, (got - value).abs().max())
 
 
 @pytest.fixture(scope="module")
@@ -287,206 +270,7 @@ def test_a_model_that_bypasses_the_interface_raises():
         regard.inspect(bloom, tokens(64, 1, 4))
 
 
-# --- the model afterwards ---------------------------------------------------------------------------------------------
-
-
-def state_of(model):
-    """What an inspection changes and must restore."""
-    configurations = {id(m.config): m.config._attn_implementation for m in model.modules() if hasattr(m, "config")}
-    hooks = [(len(m._forward_pre_hooks), len(m._forward_hooks)) for m in model.modules()]
-    functions = sorted(hf.modeling_utils.ALL_ATTENTION_FUNCTIONS), sorted(hf.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS)
-    return configurations, hooks, [m.training for m in model.modules()], functions, sorted(model.__dict__)
-
-
-def test_the_model_is_restored():
-    model = build("t5").train()
-    model.decoder.block[0].eval()
-    before = state_of(model)
-    regard.inspect(model, inputs_of("t5"))
-    assert state_of(model) == before
-    with regard.watch(model):
-        watched = state_of(model)
-        assert watched != before
-        with regard.watch(model):
-            assert state_of(model) != watched
-        assert state_of(model) == watched
-    assert state_of(model) == before
-    with pytest.raises(KeyboardInterrupt), regard.watch(model):
-        raise KeyboardInterrupt
-    with pytest.raises(TypeError, match="no_such"):
-        regard.inspect(model, inputs_of("t5") | {"no_such": 1})
-    assert state_of(model) == before
-
-
-def test_watch_a_custom_loop():
-    model = build("mistral")
-    batches = [tokens(64, 2, 20, seed) for seed in range(3)]
-    with regard.watch(model, statistics=["entropy", "max_scores"]) as record:
-        for batch in batches:
-            model(batch)
-    expected = regard.inspect(model, batches, statistics=["entropy", "max_scores"])
-    assert torch.equal(record.mean("entropy"), expected.mean("entropy")) and record.rows == expected.rows == 120
-    assert list(record.to_pandas())[:4] == ["layer", "head", "entropy", "max_scores"]
-    model(batches[0])
-    assert record.rows == 120
-
-
-def test_watch_generate():
-    model = build("llama")
-    with regard.watch(model, statistics=["entropy", "support"]) as record:
-        model.generate(tokens(64, 1, 6), max_new_tokens=5, do_sample=False)
-    assert record.rows == 6 + 4  # the last token is not read
-    assert torch.allclose(record.layers[0].profile()["support"][:10, 0], torch.arange(1.0, 11).double())
-
-
-def test_watch_a_training_step():
-    """The gradients are the same, and activation checkpointing counts no pass twice."""
-    model, batch = build("llama").double().train(), tokens(64, 2, 20)
-    found, rows = [], []
-    for checkpointing in (None, {"use_reentrant": False}, {"use_reentrant": True}):
-        if checkpointing:
-            model.gradient_checkpointing_enable(checkpointing)
-        for watched in (False, True):
-            model.zero_grad()
-            if watched:
-                with regard.watch(model) as record:
-                    model(batch, labels=batch, use_cache=False).loss.backward()
-                rows.append(record.rows)
-            else:
-                model(batch, labels=batch, use_cache=False).loss.backward()
-            found.append(model.model.layers[0].self_attn.q_proj.weight.grad.clone())
-    assert rows == [40, 40, 40]
-    assert all(torch.allclose(g, found[0]) for g in found)
-
-
-def test_watch_a_compiled_model():
-    model, batch = build("llama"), tokens(64, 1, 12)
-    compiled = torch.compile(model, backend="eager")
-    with torch.no_grad(), regard.watch(model, statistics=["entropy"]) as record:
-        compiled(batch)
-        compiled(batch)
-    assert record.rows == 24
-    assert torch.allclose(record.mean("entropy"), regard.inspect(model, batch).mean("entropy"), atol=1e-5)
-    torch._dynamo.reset()
-
-
-def test_positions_of_packed_sequences_start_at_each_sequence():
-    model, batch = build("llama"), tokens(64, 1, 20)
-    positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
-    packed = regard.inspect(model, {"input_ids": batch, "position_ids": positions})
-    alone = regard.inspect(model, [batch[:, :8], batch[:, 8:]])
-    for name in packed.columns:
-        assert torch.allclose(packed.mean(name), alone.mean(name), atol=1e-4), name
-    assert torch.allclose(packed.layers[0].rows, alone.layers[0].rows)
-
-
-# --- padding, caches, parts -------------------------------------------------------------------------------------------
-
-
-def assert_same(a, b, tolerance=1e-4):
-    """Everything that is recorded, bin by bin."""
-    assert [layer.name for layer in a.layers] == [layer.name for layer in b.layers]
-    for x, y in zip(a.layers, b.layers, strict=True):
-        assert torch.equal(x.rows, y.rows) and torch.equal(x.counts, y.counts), x.name
-        assert torch.allclose(x.sums, y.sums, rtol=tolerance, atol=tolerance), x.name
-        assert torch.allclose(x.maxima, y.maxima, rtol=tolerance, atol=tolerance), x.name
-        n = min(len(x.key_sums), len(y.key_sums))  # a static cache has positions that no query sees
-        assert not x.key_viewers[n:].any() and not y.key_viewers[n:].any()
-        assert torch.equal(x.key_viewers[:n], y.key_viewers[:n]), x.name
-        assert torch.allclose(x.key_sums[:n], y.key_sums[:n], rtol=tolerance, atol=tolerance), x.name
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma3"])
-def test_padding_changes_nothing_with_any_cache(name, cache):
-    """Windows of 7 keys, 16 tokens, 4 of padding: the first key counts for the queries that still see it."""
-    model, ids = build(name), tokens(64, 1, 9)
-    padding = torch.zeros(1, 4, dtype=torch.long)
-    found = []
-    for pad, options in ((padding[:, :0], {}), (padding, {"cache_implementation": cache}), (padding, {})):
-        given = {"input_ids": torch.cat([pad, ids], 1), "attention_mask": torch.cat([pad, torch.ones_like(ids)], 1)}
-        with regard.watch(model, statistics=ROW_STATISTICS) as seen:
-            model.generate(**given, max_new_tokens=8, do_sample=False, **(options if cache == "static" else {}))
-        found.append(seen)
-    assert found[0].rows == 16
-    assert_same(found[1], found[0])
-    assert_same(found[2], found[0])
-
-
-def test_a_window_hides_the_first_key_of_a_padded_sequence():
-    model, ids = build("mistral"), tokens(64, 1, 20)
-    alone = regard.inspect(model, ids, statistics=ROW_STATISTICS, patterns=True)
-    for left in (3, 9):
-        padding = torch.zeros(1, left, dtype=torch.long)
-        given = {"input_ids": torch.cat([padding, ids], 1), "attention_mask": torch.cat([padding, ids * 0 + 1], 1)}
-        given["position_ids"] = (given["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-        assert_same(regard.inspect(model, given, statistics=ROW_STATISTICS, patterns=True), alone)
-
-
-def test_parts_of_a_model_called_directly():
-    model, ids = build("llama"), tokens(64, 2, 20)
-    given = {"input_ids": ids, "attention_mask": padded("left")}
-    expected = regard.inspect(model, given, patterns=True)
-    with torch.no_grad(), regard.watch(model, patterns=True) as seen:
-        model.model(**given)
-    assert_same(seen, expected)
-    with torch.no_grad(), regard.watch(model) as seen:  # the tokens as embeddings, the mask as a positional argument
-        model.model(None, given["attention_mask"], inputs_embeds=model.get_input_embeddings()(ids))
-    assert_same(seen, regard.inspect(model, given))
-
-    model, given = build("t5"), inputs_of("t5", "right")
-    expected = regard.inspect(model, given, statistics=ROW_STATISTICS)
-    given.pop("decoder_input_ids")
-    with torch.no_grad(), regard.watch(model, statistics=ROW_STATISTICS) as seen:
-        model.encoder(**given)
-    encoder = Inspection(expected.statistics, layers=expected.layers[:2])
-    assert_same(seen, encoder)
-    with regard.watch(
-        model, statistics=ROW_STATISTICS
-    ) as seen:  # calls the encoder directly, and the decoder step by step
-        model.generate(**given, max_new_tokens=4, do_sample=False)
-    assert_same(Inspection(seen.statistics, layers=seen.layers[:2]), encoder)
-    assert [int(layer.rows[:, 0].sum()) for layer in seen.layers[2:]] == [8] * 4
-
-
-def test_a_decoder_whose_tokens_are_made_from_labels():
-    model, given = build("t5"), inputs_of("t5", "left")
-    labels, real = given.pop("decoder_input_ids").contiguous(), padded("right", 2, 9)
-    real[0, 7:] = 0
-    inside = regard.inspect(model, given | {"labels": labels, "decoder_attention_mask": real}, patterns=True)
-    shifted = model.prepare_decoder_input_ids_from_labels(labels=labels)
-    outside = regard.inspect(
-        model, given | {"decoder_input_ids": shifted, "decoder_attention_mask": real}, patterns=True
-    )
-    assert_same(inside, outside)
-    assert [int(layer.rows[:, 0].sum()) for layer in inside.layers] == [34, 34, 16, 16, 16, 16]
-
-
-def test_a_decoder_reads_its_encoder_from_the_first_real_token():
-    """The decoder is longer than the encoder: every query sees the first key, which is not key 0 with padding."""
-    model, ids, decoded = build("t5"), tokens(64, 1, 6), tokens(64, 1, 15, 1)
-    alone = regard.inspect(
-        model, {"input_ids": ids, "decoder_input_ids": decoded}, statistics=ROW_STATISTICS, patterns=True
-    )
-    for layer in alone.layers[2:]:
-        counts = layer.counts[:, layer.channels.index("first_key_mass")].sum(0)
-        assert counts.tolist() == [15] * 4
-        crossing = layer.name.endswith("EncDecAttention")
-        assert bool(layer.counts[:, layer.channels.index("self_token")].any()) != crossing
-    eager = copy.deepcopy(model)
-    eager.set_attn_implementation("eager")
-    with torch.no_grad():
-        weights = eager(input_ids=ids, decoder_input_ids=decoded, output_attentions=True).cross_attentions
-    for layer, p in zip((alone.layers[3], alone.layers[5]), weights, strict=True):
-        assert torch.allclose(layer.means()["first_key_mass"], p[0, :, :, 0].double().mean(-1), atol=1e-5)
-    # T5 uses relative distances: padding on the left changes nothing
-    pad = torch.zeros(1, 5, dtype=torch.long)
-    given = {"input_ids": torch.cat([pad, ids], 1), "attention_mask": torch.cat([pad, ids * 0 + 1], 1)}
-    found = regard.inspect(model, given | {"decoder_input_ids": decoded}, statistics=ROW_STATISTICS, patterns=True)
-    assert_same(found, alone)
-
-
-# --- inputs, results, run files ---------------------------------------------------------------------------------------
+# --- inputs and results -----------------------------------------------------------------------------------------------
 
 
 def test_inputs_in_every_form():
@@ -530,195 +314,9 @@ def test_results():
         inspection.mean("kurtosis")
 
 
-def numbers(inspection):
-    """Everything that is recorded except the date and the duration."""
-    record = json.loads(inspection.to_json())
-    return record | {"provenance": {k: v for k, v in record["provenance"].items() if k not in ("date", "seconds")}}
-
-
-@pytest.mark.parametrize("side", [None, "right"])
-def test_patterns_are_exact(stories, side):
-    """The weight on the query's own key, on the one before, and on those that follow an earlier copy of its token."""
-    given = {"input_ids": tokens(12, 2, 60)}
-    real = torch.ones(2, 60, dtype=torch.bool)
-    if side is not None:
-        given["attention_mask"] = padded(side, 2, 60)
-        real = given["attention_mask"].bool()
-    eager = stories260k(attn_implementation="eager")
-    with torch.no_grad():
-        attentions = eager(**given, output_attentions=True).attentions
-    ids = given["input_ids"]
-    follows = torch.zeros(2, 60, 60, dtype=torch.bool)
-    follows[:, :, 1:] = ids[:, :, None] == ids[:, None, :-1]  # the key before is a copy of the query's token
-    follows &= torch.ones(60, 60, dtype=torch.bool).tril() & real[:, None]
-    found = regard.inspect(stories, given, patterns=True)
-    for layer, p in enumerate(attentions):
-        p, counted = p.double(), real[:, None].expand(2, 8, 60)
-        some = counted & follows.any(-1)[:, None]
-        induction = ((p * follows[:, None]).sum(-1) * some).sum((0, 2)) / some.sum((0, 2))
-        own = (p.diagonal(dim1=-2, dim2=-1) * counted).sum((0, 2)) / counted.sum((0, 2))
-        before = (p.diagonal(-1, -2, -1) * counted[..., 1:]).sum((0, 2)) / counted[..., 1:].sum((0, 2))
-        for name, expected in (("induction", induction), ("self_token", own), ("previous_token", before)):
-            assert torch.allclose(found.mean(name)[layer], expected, rtol=2e-4, atol=2e-5), (name, layer)
-
-
-def test_views_show_the_plan(stories):
-    ids = tokens(512, 1, 70)
-    record = regard.inspect(stories, ids, views=True).record()
-    eager = stories260k(attn_implementation="eager")
-    with torch.no_grad():
-        attentions = torch.cat(eager(ids, output_attentions=True).attentions, 1)[0]  # [layers * H, T, T]
-    window, top, paths = record["window"], record["top_keys"], record["paths"]
-    assert window["tokens"] == [str(i) for i in ids[0, :48].tolist()]
-    for text, p in zip(window["weights"], attentions, strict=True):
-        shown = torch.tensor(list(base64.b64decode(text))).view(48, 48).double() / 255
-        assert (shown - p[:48, :48].double().sqrt()).abs().max() < 0.003
-    weights, keys = attentions[:, top["queries"]].topk(8)
-    assert torch.allclose(torch.tensor(top["weights"]), weights, rtol=1e-2, atol=1e-4)
-    clear = weights[..., 0] > 1.01 * weights[..., 1]
-    assert torch.equal(torch.tensor(top["keys"])[..., 0][clear], keys[..., 0][clear])
-    chosen = attentions[:, top["queries"][:: -math.ceil(len(top["queries"]) / 8)]].double()
-    assert paths["rows"] == chosen.shape[1] == 8
-    at_one = paths["temperature"].index(1.0)
-    entropy = -torch.xlogy(chosen, chosen).sum(-1).mean(-1)
-    assert torch.allclose(torch.tensor(paths["entropy"])[:, at_one].double(), entropy, rtol=1e-3, atol=1e-4)
-    assert all(a <= b + 1e-6 for row in paths["entropy"] for a, b in itertools.pairwise(row))
-    assert all(a >= b - 1e-4 for row in paths["expected_score"] for a, b in itertools.pairwise(row))
-
-
-def test_views_need_one_sequence_for_all_layers():
-    for kind in ("t5", "whisper"):
-        model = build(kind)
-        found = regard.inspect(model, inputs_of(kind), patterns=True, views=True)
-        assert found.views == {} and found.to_html()
-    stories = build("llama")
-    assert regard.inspect(stories, tokens(64, 2, 20), views=True).views
-    padding = {"input_ids": tokens(64, 2, 20), "attention_mask": padded("left", 2, 20)}
-    assert regard.inspect(stories, padding, views=True).views == {}
-
-
-def test_views_cannot_be_added_to_a_run(tmp_path):
-    """They show the first sequence, which a resumed run does not see again."""
-    run, batches = tmp_path / "run.safetensors", [tokens(64, 1, 12, n) for n in range(2)]
-    model = build("llama")
-    regard.inspect(model, batches, run=run)
-    with pytest.raises(ValueError, match=r"views: expected False, as '.*run.safetensors' was begun without them"):
-        regard.inspect(model, batches, run=run, views=True)
-    regard.inspect(model, batches, run=run)
-    run.unlink()
-    viewed = regard.inspect(model, batches, run=run, views=True)
-    assert viewed.views and regard.inspect(model, batches, run=run, views=True).views == viewed.views
-    run.unlink()
-    padding = {"input_ids": tokens(64, 2, 20), "attention_mask": padded("left", 2, 20)}
-    for _ in range(2):  # asked for, but there are none
-        assert regard.inspect(model, padding, run=run, views=True).views == {}
-
-
-def test_first_key_mass_counts_queries_that_see_the_key():
-    """A window hides the first key from most queries, which do not count."""
-    model = build("mistral")
-    window = model.config.sliding_window
-    found = regard.inspect(model, tokens(64, 1, 100), statistics=["first_key_mass", "entropy"])
-    for layer in found.layers:
-        seen = layer.counts[:, layer.channels.index("first_key_mass")].sum(0)
-        assert seen.tolist() == [window] * layer.heads and layer.rows.sum(0).tolist() == [100] * layer.heads
-
-
 def test_an_unknown_attention_raises():
     model = build("llama")
     ALL_ATTENTION_FUNCTIONS.register("elsewhere", ALL_ATTENTION_FUNCTIONS["sdpa"])
     model.config._attn_implementation_internal = "elsewhere"
     with pytest.raises(ValueError, match="elsewhere"):
         regard.inspect(model, tokens(64, 1, 8))
-
-
-def test_an_interrupted_run_resumes_to_the_same_numbers(tmp_path):
-    model = build("gemma3")
-    batches = [tokens(64, 2, 15 + n, n) for n in range(5)]
-    expected = regard.inspect(model, batches)
-    run = tmp_path / "run.safetensors"
-
-    calls = 0
-
-    def interrupted(*_):
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise KeyboardInterrupt
-
-    hook = model.model.layers[1].register_forward_hook(interrupted)  # in the middle of the third pass
-    with pytest.raises(KeyboardInterrupt):
-        regard.inspect(model, batches, run=run)
-    hook.remove()
-    assert Inspection.load(run).batches == 2
-    resumed = regard.inspect(model, batches, run=run)
-    assert numbers(resumed) == numbers(expected) == numbers(Inspection.load(run))
-    with pytest.raises((pickle.UnpicklingError, ValueError)):
-        pickle.loads(run.read_bytes())
-
-    for changed, message in (
-        ({"inputs": [batches[1], *batches[1:]]}, "inputs"),
-        ({"inputs": batches[:2]}, "batches"),
-        ({"statistics": ["entropy"]}, "statistics"),
-        ({"model": build("gemma3").double().bfloat16().float()}, "weights"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            regard.inspect(**{"model": model, "inputs": batches, "run": run} | changed)
-    run.write_bytes(b"no such thing")
-    with pytest.raises(ValueError, match="path"):
-        Inspection.load(run)
-
-
-TESTS = os.pathsep.join(map(str, Path(__file__).resolve().parents[:2]))
-KILLED = """
-import os, signal, sys, torch
-sys.path[:0] = sys.argv[2].split(os.pathsep)
-import regard
-from regard.inspection import run
-from support.models import build
-from test_inspection import tokens
-
-run.SAVE_EVERY = 0.0  # after every batch
-model, batches = build("gemma3"), [tokens(64, 2, 15 + n, n) for n in range(5)]
-how, count = sys.argv[3], 0
-plain = os.fsync
-
-def fsync(file):
-    global count
-    plain(file)
-    count += 1
-    if count == 3 and how == "writing":  # half a file
-        part = sys.argv[1] + ".part"
-        os.truncate(part, os.path.getsize(part) // 2)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-def wait(*_):
-    if count == 3:
-        print("in the fourth batch", flush=True)
-        signal.pause()
-
-os.fsync = fsync
-model.model.layers[1].register_forward_hook(wait)
-regard.inspect(model, batches, run=sys.argv[1])
-"""
-
-
-@pytest.mark.parametrize(("how", "batches"), [("reading", 3), ("writing", 2)])
-def test_a_run_that_is_killed_resumes(tmp_path, how, batches):
-    """SIGKILL: no cleanup runs. The last file is complete, and the run continues to the same numbers."""
-    run = tmp_path / "run.safetensors"
-    command = [sys.executable, "-c", KILLED, str(run), TESTS, how]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        if how == "reading":
-            assert process.stdout is not None and process.stdout.readline() == "in the fourth batch\n"
-            process.kill()
-    assert process.returncode == -signal.SIGKILL
-    assert Inspection.load(run).batches == batches
-    model, inputs = build("gemma3"), [tokens(64, 2, 15 + n, n) for n in range(5)]
-    assert numbers(regard.inspect(model, inputs, run=run)) == numbers(regard.inspect(model, inputs))
-
-
-def test_progress_goes_to_the_error_stream(capsys):
-    regard.inspect(build("llama"), tokens(64, 4, 8), batch_size=1, progress=True)
-    captured = capsys.readouterr()
-    assert "inspecting" in captured.err and captured.out == ""

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from regard.inspection.findings import find, verdict
-from regard.inspection.report import incomparable, to_html
+from regard.inspection.report import incomparable, labels, to_html
 from support.browser import ATTACK, colour_of, contrast, fills, luminance, part
 from support.inspections import TEXT, inspection, tiled
 
@@ -34,6 +34,8 @@ def hostile() -> dict:
     record = copy.deepcopy(inspection())
     record["provenance"].update(model=ATTACK, text=ATTACK, problem=ATTACK)
     record["window"]["tokens"][5] = ATTACK
+    record["map"]["texts"] = [ATTACK] * len(record["map"]["texts"])
+    record["provenance"]["begins_with"] = ATTACK
     record["top_keys"]["tokens"] = dict.fromkeys(record["top_keys"]["tokens"], ATTACK)
     record["findings"] = [f.to_dict() for f in find(record)]
     for finding in record["findings"]:
@@ -46,7 +48,7 @@ def hostile() -> dict:
 
 def scripts() -> list:
     found = [file for file in resources.files("regard.inspection").iterdir() if file.name.endswith(".js")]
-    assert len(found) == 5
+    assert len(found) == 6
     return found
 
 
@@ -118,6 +120,30 @@ def test_a_wheel_contains_the_pages(tmp_path):
     assert {f"regard/inspection/{part}" for part in parts} <= set(names)
 
 
+def named(**about) -> dict:
+    return {"provenance": {"model": "m"} | about}
+
+
+def test_two_records_are_labelled_by_what_differs():
+    long = "You are a helpful assistant who answers briefly and in one language. "
+    for first, second, expected in (
+        (named(model="a", begins_with="x"), named(model="b", begins_with="y"), ("a", "b")),
+        (named(begins_with="Once upon a time"), named(begins_with="The cat"), ("“Once upon a time”", "“The cat”")),
+        (named(begins_with="a " * 60), named(begins_with="b"), ("“" + "a " * 20 + "…”", "“b”")),
+        (
+            named(begins_with=long + "What is rain? Say it in words that I know."),
+            named(begins_with=long + "What is snow?"),
+            ("“… rain? Say it in words that I know.”", "“… snow?”"),
+        ),
+        (named(begins_with=long[:-1]), named(begins_with=long + "So?"), ("“… language.”", "“… language. So?”")),
+        (named(begins_with="x", text="a.txt"), named(begins_with="x", text="b.txt"), ("a.txt", "b.txt")),
+        (named(begins_with="x"), named(begins_with="x"), ("m (first)", "m (second)")),
+        ({}, {}, ("model (first)", "model (second)")),
+        (named(begins_with="x"), named(), ("m (first)", "m (second)")),
+    ):
+        assert labels(first, second) == expected
+
+
 def test_records_of_other_shapes_are_not_compared():
     record = inspection()
     assert incomparable(record, inspection(seed=3)) is None
@@ -129,39 +155,6 @@ def test_records_of_other_shapes_are_not_compared():
 
 
 # --- the page in a browser --------------------------------------------------------------------------------------------
-
-
-class Show:
-    """show(record, other, ...) opens the page; errors and requests are kept."""
-
-    def __init__(self, browser, folder: Path) -> None:
-        self.browser, self.folder = browser, folder
-        self.opened, self.requests, self.errors = [], [], []
-
-    def __call__(self, record, other=None, width=1280, scheme="light", address=""):
-        path = self.folder / f"report{len(self.opened)}.html"
-        path.write_text(to_html(record, other), "utf-8")
-        context = self.browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        self.opened.append((context, path.as_uri()))
-        page = context.new_page()
-        page.set_default_timeout(60_000)
-        page.on("request", lambda request: self.requests.append(request.url.partition("#")[0]))
-        page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: self.errors.append(str(error)))
-        page.goto(path.as_uri() + address)
-        page.wait_for_selector("#map rect.cell")
-        return page
-
-
-@pytest.fixture
-def show(browser, tmp_path):
-    """Afterwards: there was no error and no request except for the file."""
-    show = Show(browser, tmp_path)
-    yield show
-    assert show.errors == []
-    assert show.requests == [address for _, address in show.opened]
-    for context, _ in show.opened:
-        context.close()
 
 
 def rows(page) -> list[str]:
@@ -302,7 +295,7 @@ def test_the_views_of_a_head(show):
 
 def test_a_record_without_views_hides_them(show):
     page = show(tiled(inspection(), 3, 4))
-    for view in ("path", "window", "strip", "top"):
+    for view in ("path", "sequence", "window", "strip", "top"):
         assert not page.is_visible(f"#{view}-figure")
     assert page.is_visible("#position-figure")
     bare = {name: inspection()[name] for name in ("format", "version", "statistics", "heads")}
@@ -358,7 +351,16 @@ def test_texts_of_different_lengths_are_compared_as_far_as_both_go(show):
     for first, second in ((long, short), (short, long)):
         page = show(first, second)
         assert page.locator("#position path").count() == 3  # both heads and equal weights
-        assert ("(second) –" in page.inner_text("#position .readout")) == (first is long)
+        assert (f"{labels(first, second)[1]} –" in page.inner_text("#position .readout")) == (first is long)
+
+
+def test_two_prompts_are_labelled_by_their_texts(show):
+    first, second = inspection(), inspection(text="Once upon a time there was a cat . " + TEXT)
+    page = show(first, second)
+    words = ["“The cat sat on the mat and the dog lay …”", "“Once upon a time there was a cat . The …”"]
+    assert page.inner_text("#compared").startswith(f"Compared with {words[1]}.")
+    assert page.eval_on_selector_all("#view option", "all => all.map(o => o.text)") == [*words, "difference"]
+    assert words[0] in page.inner_text("#panel-title") and words[1] in page.inner_text("#comparison-table")
 
 
 def test_the_most_informative_statistics_come_first(show):
@@ -382,6 +384,8 @@ def test_a_script_in_the_text_is_shown_and_not_executed(show):
     page.select_option("#position-statistic", ATTACK)
     page.locator("#strip button").nth(5).click()
     page.hover("#map rect.cell >> nth=0")
+    page.hover("#sequence")
+    assert ATTACK[:30] in page.inner_text("#sequence-readout")
     assert page.evaluate("window.harmed") is None
     assert page.locator("img").count() == 0
     assert page.inner_text("h1") == ATTACK

@@ -5,12 +5,14 @@ import json
 import pytest
 import torch
 import transformers
+from rich.progress import Progress
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import regard
 from regard import Inspection
 from support.models import TEXT
+from support.recorded import numbers
 
 ALBERT = TEXT | {"embedding_size": 16, "num_hidden_layers": 6, "attn_implementation": "eager"}
 
@@ -147,3 +149,50 @@ def test_entropies_have_one_entry_per_call():
         model(tokens)
     found = torch.stack([row.entropy.mean((0, 2)) for row in rows]).double().detach()
     torch.testing.assert_close(found, _entropies(model, tokens), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 4])
+def test_a_run_that_is_interrupted_within_a_sequence_resumes(tmp_path, stop):
+    """The numbers and the order of the layers are those of an uninterrupted run, wherever it ended."""
+    model, batches = _albert(num_hidden_groups=2), list(torch.randint(64, (2, 1, 20)))
+    expected, run = regard.inspect(model, batches, views=True), tmp_path / "run.safetensors"
+    calls = 0
+
+    def interrupted(*_):
+        nonlocal calls
+        calls += 1
+        if calls == stop:
+            raise KeyboardInterrupt
+
+    hooks = [group.register_forward_hook(interrupted) for group in model.albert.encoder.albert_layer_groups]
+    with pytest.raises(KeyboardInterrupt):
+        regard.inspect(model, batches, views=True, run=run)
+    for hook in hooks:
+        hook.remove()
+    assert Inspection.load(run).partial is not None
+    resumed = regard.inspect(model, batches, views=True, run=run)
+    assert [(layer.name, layer.index) for layer in resumed.layers] == [(x.name, x.index) for x in expected.layers]
+    assert numbers(resumed) == numbers(expected) and resumed.views == expected.views
+
+
+def test_progress_counts_the_calls_of_shared_layers(monkeypatch):
+    """How many layers there are is known after the first sequence."""
+    shown, plain = [], Progress.update
+
+    def update(self, task, **changes):
+        shown.append(changes)
+        plain(self, task, **changes)
+
+    monkeypatch.setattr(Progress, "update", update)
+    regard.inspect(_albert(num_hidden_layers=3), list(torch.randint(64, (2, 1, 20))), progress=True)
+    assert [one["description"] for one in shown if "description" in one] == [
+        "sequence 1 of 2, layer 1 of 1",
+        "sequence 1 of 2, layer 2",
+        "sequence 1 of 2, layer 3",
+        "sequence 1 of 2",
+        "sequence 2 of 2, layer 1 of 3",
+        "sequence 2 of 2, layer 2 of 3",
+        "sequence 2 of 2, layer 3 of 3",
+        "sequence 2 of 2",
+    ]
+    assert {"total": 6} in shown and shown[-1]["completed"] == 6

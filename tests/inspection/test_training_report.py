@@ -165,7 +165,7 @@ def test_what_is_not_a_run_file_is_an_error(command, tmp_path, content, message)
 def test_a_folder_without_a_run_and_a_missing_output_folder(command, run, tmp_path):
     assert command(tmp_path).exit_code == 2
     result = command(run, "--out", tmp_path / "no" / "report.html")
-    assert result.exit_code == 2 and "there is no folder" in result.output
+    assert result.exit_code == 2 and "--out: expected a path in a folder that exists" in result.output
     assert command(run, "--out", tmp_path).exit_code == 2
 
 

@@ -728,9 +728,10 @@ class Gates(nn.Module):
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_a_problem_from_the_hidden_states(batch_first):
     torch.manual_seed(0)
-    module = MultiheadAttention(E, H, batch_first=batch_first, problem=Gates(H, E))
+    gates = Gates(H, E)
+    module = MultiheadAttention(E, H, batch_first=batch_first, problem=gates)
     x = torch.randn(B, T, E)
-    problem = module.problem(Context(module, H, x))
+    problem = gates(Context(module, H, x))
     fixed = MultiheadAttention(E, H, batch_first=True, problem=lambda: problem)
     fixed.load_state_dict({n: p for n, p in module.state_dict().items() if "problem" not in n})
     given = x if batch_first else x.transpose(0, 1)
@@ -738,7 +739,7 @@ def test_a_problem_from_the_hidden_states(batch_first):
     expected = output(fixed, x)
     torch.testing.assert_close(out if batch_first else out.transpose(0, 1), expected)
     out.square().sum().backward()
-    assert all(p.grad.abs().sum() > 0 for p in module.problem.parameters())
+    assert all(p.grad.abs().sum() > 0 for p in gates.parameters())
 
 
 def test_the_transformer_builds_problems_from_its_hidden_states():
@@ -753,7 +754,7 @@ def test_the_transformer_builds_problems_from_its_hidden_states():
         model.blocks, model.heads(tokens[:, :-1]), model.problems(tokens[:, :-1]), strict=True
     ):
         out = regard.attention(q, k, v, is_causal=True, problem=problem).transpose(1, 2).flatten(2)
-        torch.testing.assert_close(block.attention(block.norms[0](h)), block.attention.out(out))
+        torch.testing.assert_close(block.attention(block.get_submodule("norms.0")(h)), block.attention.out(out))
         h = block(h)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(tokens[:, :-1]), model(tokens[:, :-1]))

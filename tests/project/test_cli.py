@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -181,18 +182,26 @@ def test_inspect_a_folder(run, checkpoint, tmp_path):
     both = run(*arguments, "--compare", str(numbers), "--out", str(page))
     assert both.exit_code == 0 and page.read_text().count('"regard-inspection"') == 2
     assert "against" in both.output and "largest difference +0" in both.output
+    # the same model on another text is named by the text
+    other = tmp_path / "other.txt"
+    other.write_text("7 8 9 " * 30)
+    both = run("inspect", folder, "--tokens", str(other), "--compare", str(numbers))
+    assert f"against “{record['provenance']['begins_with'][:10]}" in both.output, both.output
     # a run that is continued gives the same numbers
     state = str(tmp_path / "run.safetensors")
     for _ in range(2):
         assert run(*arguments, "--run", state, "--json", str(tmp_path / "again.json")).exit_code == 0
     assert json.loads((tmp_path / "again.json").read_text())["heads"] == record["heads"]
+    # its run file has no name of a text
+    shown = run("report", state, "--out", str(page))
+    assert shown.exit_code == 0 and "150 tokens of text" in shown.output, shown.output
 
 
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 KINDS = {  # class, configuration, and what the command shows
     "bert": ("BertModel", {}, "3 layers, 12 heads"),
     "albert": ("AlbertForMaskedLM", {"embedding_size": 16}, "3 layers, 12 heads"),
-    "roberta": ("RobertaModel", {"pad_token_id": 1}, "sequences of at most 48, the model's limit"),  # 50 - 2
+    "roberta": ("RobertaModel", {"pad_token_id": 1}, "sequences of at most 48 (the model's limit)"),  # 50 - 2
     "t5": ("T5ForConditionalGeneration", {"d_model": 32, "d_kv": 8, "num_layers": 2, "num_heads": 4}, "6 layers"),
     "vit": ("ViTModel", {"image_size": 16, "patch_size": 8}, "expected one that reads tokens, got ViTModel"),
 }
@@ -210,6 +219,37 @@ def test_inspect_other_kinds_of_models(run, checkpoint, tmp_path, kind):
     result = run("inspect", str(tmp_path), "--tokens", checkpoint[1], width=400)
     assert result.exit_code == (2 if kind == "vit" else 0), result.output
     assert message in result.output and "Traceback" not in result.output
+
+
+def test_inspect_names_the_remedy_of_an_alarm(run, checkpoint, tmp_path):
+    """Once per rule, in the terminal of the inspection and of its record; not for notes."""
+    folder, tokens = checkpoint
+    numbers = tmp_path / "numbers.json"
+    arguments = ("inspect", folder, "--tokens", tokens, "--json", str(numbers))
+    plain = run(*arguments, width=400)
+    assert "Nothing alarming" in plain.output and "what to do" not in plain.output
+    alarming = run(*arguments, "--threshold", "max_score=0.001", width=400)
+    assert alarming.exit_code == 0 and "alarms (logit-alarm" in alarming.output, alarming.output
+    assert alarming.output.count("what to do about logit-alarm: QK-clip (regard.nn.qk_clip_: rescale the query") == 1
+    assert alarming.output.count("what to do about") == 1
+    assert "what to do about logit-alarm: QK-clip" in run("report", str(numbers), width=400).output
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_inspect_a_model_that_diverged(run, checkpoint, tmp_path, value):
+    """Weights that are not finite are an alarm, and the report can be written."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(checkpoint[0])
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.self_attn.q_proj.weight")[3, 5] = value  # of head 0
+    model.save_pretrained(tmp_path)
+    page = tmp_path / "page.html"
+    arguments = ("inspect", str(tmp_path), "--tokens", checkpoint[1], "--out", str(page), "--fail-on", "alarm")
+    result = run(*arguments, width=400)
+    assert result.exit_code == 1 and "1 alarm (not-finite in layer 1, head 0: 1 against 0)" in result.output
+    assert "what to do about not-finite: Look at the first layer with this finding" in result.output
+    assert "the output of 150 of 150 rows is NaN or infinite" in page.read_text()
 
 
 def test_inspect_explains_invalid_requests(run, checkpoint, tmp_path):
@@ -230,6 +270,11 @@ def test_inspect_explains_invalid_requests(run, checkpoint, tmp_path):
         ((folder, "--tokens", tokens, "--compare", "/no/such/model"), "nothing is at '/no/such/model'"),
         ((folder,), "no tokenizer"),
         ((folder, "--tokens", str(words)), "expected integers"),
+        ((folder, "--tokens", "30000"), "use --max-tokens 30000 (in all) or --length 30000 (in one sequence)"),
+        (
+            (folder, "--text", "30,000"),
+            "--text: expected a file, got 30,000. To read this many",
+        ),
         ((folder, "--tokens", tokens, "--text", str(words)), "expected one of them"),
         ((folder, "--tokens", tokens, "--fail-on", "boredom"), "--fail-on"),
         ((folder, "--tokens", tokens, "--threshold", "boredom=1"), "boredom=1"),
@@ -241,6 +286,26 @@ def test_inspect_explains_invalid_requests(run, checkpoint, tmp_path):
         result = run("inspect", *arguments, width=400)
         assert result.exit_code == 2, (arguments, result.output)
         assert message in result.output and "Traceback" not in result.output, result.output
+
+
+def test_inspect_names_the_option_that_helps(run, checkpoint, tmp_path):
+    """What limits the number of tokens, and the option that changes it, if there is one."""
+    folder, tokens = checkpoint
+    small = tmp_path / "small"
+    shutil.copytree(folder, small)
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 60}))
+    for arguments, message in (
+        ((folder, "--length", "100"), "reading 150 tokens in 2 sequences of at most 100 (--length sets it)\n"),
+        ((str(small), "--length", "100"), "reading 150 tokens in 3 sequences of at most 60 (the model's limit)\n"),
+        ((str(small), "--length", "50"), "reading 150 tokens in 3 sequences of at most 50 (--length sets it)\n"),
+        ((folder,), "reading 150 tokens\n"),
+        ((folder, "--max-tokens", "30"), "reading 30 tokens\n"),
+        ((folder, "--max-tokens", "200"), "reading 150 tokens\n--max-tokens 200: tokens.txt has no more\n"),
+    ):
+        result = run("inspect", *arguments, "--tokens", tokens, width=400)
+        assert result.exit_code == 0 and message in result.output, result.output
+        assert ("--max-tokens" in message) == ("has no more" in result.output)
 
 
 def test_inspect_with_a_problem(run, checkpoint, tmp_path):
@@ -429,3 +494,65 @@ def test_inspect_fails_at_once_without_a_network(run, monkeypatch):
     assert time.monotonic() - began < 5 and result.exit_code == 2
     (line,) = result.output.splitlines()
     assert "model: 'nobody/no-such-model' is neither a folder nor in the cache" in line and "cannot be reached" in line
+
+
+# --- what is printed cannot be written --------------------------------------------------------------------------------
+
+
+def _regard(*arguments, **streams):
+    command = [sys.executable, "-m", "regard", *arguments]
+    return subprocess.run(command, text=True, check=False, **{"stderr": subprocess.PIPE} | streams)
+
+
+FULL = "error: stdout: expected a stream that can be written, got an error: No space left on device"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [("doctor",), ("doctor", "--json"), ("--help",), ("--version",), ("lab", "list")])
+def test_a_full_standard_output(arguments):
+    with open("/dev/full", "w") as full:
+        done = _regard(*arguments, stdout=full)
+    assert done.returncode == 2 and done.stderr.splitlines() == [FULL]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_inspect_keeps_its_files_if_it_cannot_print(checkpoint, tmp_path):
+    folder, tokens = checkpoint
+    files = {option: tmp_path / option.strip("-") for option in ("--out", "--json", "--run")}
+    options = [str(part) for item in files.items() for part in item]
+    arguments = ("inspect", folder, "--tokens", tokens, *options)
+
+    def written():
+        found = {option: path.stat().st_size for option, path in files.items()}
+        json.loads(files["--json"].read_text())
+        assert regard.Inspection.load(files["--run"]).partial is None and "</html>" in files["--out"].read_text()
+        for path in files.values():
+            path.unlink()
+        return found
+
+    with open("/dev/full", "w") as full:
+        done = _regard(*arguments, stdout=full)
+        assert done.returncode == 2 and done.stderr.splitlines()[-1] == FULL and "Traceback" not in done.stderr
+        assert min(written().values()) > 1000
+        assert _regard(*arguments, stdout=full, stderr=full).returncode == 2
+        assert min(written().values()) > 1000
+    reader, writer = os.pipe()
+    os.close(reader)  # as `| head` does when it has read enough
+    done = _regard(*arguments, stdout=writer)
+    os.close(writer)
+    assert done.returncode == 1 and "error" not in done.stderr and "Traceback" not in done.stderr
+    assert min(written().values()) > 1000
+
+
+def test_a_closed_standard_output():
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m regard --version >&-"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and done.stderr == ""
+
+
+def test_errors_of_a_command_and_its_status_stay(monkeypatch):
+    with pytest.raises(ZeroDivisionError), terminal.guarded_streams():
+        _ = 1 / 0
+    with pytest.raises(SystemExit, match="3"), terminal.guarded_streams():
+        sys.exit(3)

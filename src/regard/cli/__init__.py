@@ -5,14 +5,22 @@ To add a command, write its file and add a line below.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from .. import __version__
 from . import doctor, inspect, lab, report
+from .terminal import guarded_streams
 
-app = typer.Typer(
+
+class _Commands(typer.Typer):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with guarded_streams():
+            return super().__call__(*args, **kwargs)
+
+
+app = _Commands(
     name="regard",
     help="Attention, declared as a transport problem.",
     no_args_is_help=True,

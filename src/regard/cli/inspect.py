@@ -12,8 +12,8 @@ from rich.text import Text
 
 from ..inspection.command import Refused, check_models, check_run, examine, judge, limits, read_record, read_source
 from ..inspection.findings import Finding, find, verdict
-from ..inspection.report import incomparable, to_html
-from .terminal import check_outputs, fail, plain_table, write_outputs
+from ..inspection.report import incomparable, labels, to_html
+from .terminal import check_outputs, fail, plain_table, show_remedies, write_outputs
 
 COLOURS = {"alarm": "bold red", "warning": "yellow", "note": ""}
 COMPARED = ("normalized_entropy", "first_key_mass")  # statistics of which --compare shows the largest difference
@@ -91,13 +91,14 @@ def inspect(
 
 
 def show_inspection(record: dict[str, Any], console: Console) -> None:
-    """The model, the verdict, and a table with one row per rule that has findings."""
+    """The model, the verdict, a table with one row per rule that has findings, and what to do about
+    alarms and warnings."""
     about, findings = record["provenance"], [Finding(**found) for found in record["findings"]]
     console.print(
         Text.assemble(
             (about["model"], "bold"),
             f"  {about['layers']} layers, {len(record['heads'])} heads, {about['parameters'] / 1e6:.0f} M parameters, "
-            f"{about.get('tokens', 0):,} tokens of {about['text']} in {about['seconds']:.1f} s",
+            f"{about.get('tokens', 0):,} tokens of {about.get('text', 'text')} in {about['seconds']:.1f} s",
         )
     )
     console.print(Text(verdict(record, findings), style="bold"))
@@ -111,6 +112,7 @@ def show_inspection(record: dict[str, Any], console: Console) -> None:
         mine = [found for found in findings if found.rule == rule]
         table.add_row(Text(rule, style=COLOURS[mine[0].severity]), *map(Text, _rule_row(mine)))
     console.print(table)
+    show_remedies({found.rule: found.remedy for found in findings if found.severity != "note"}, console)
     console.print(
         Text("layer.head: the clearest case, with its value. The report lists all, with sources and remedies.", "dim")
     )
@@ -130,7 +132,7 @@ def _rule_row(findings: list[Finding]) -> tuple[str, str, str]:
 def show_comparison(record: dict[str, Any], other: dict[str, Any], console: Console) -> None:
     """The verdict on the second model, and the heads that differ most."""
     findings = [Finding(**found) for found in other.get("findings", [])] or find(other)
-    console.print(Text.assemble("against ", (str(other.get("provenance", {}).get("model")), "bold")))
+    console.print(Text.assemble("against ", (labels(record, other)[1], "bold")))
     console.print(Text(verdict(other, findings)))
     obstacle = incomparable(record, other)
     if obstacle is not None:

@@ -12,7 +12,7 @@ from rich.text import Text
 from ..inspection.command import Refused, read_any
 from ..inspection.report import to_html, training_html, training_verdict
 from .inspect import COLOURS, show_inspection
-from .terminal import check_outputs, fail, plain_table, write_outputs
+from .terminal import check_outputs, fail, plain_table, show_remedies, write_outputs
 
 METRICS = (("entropy_norm", "p10"), ("entropy_norm", "p50"), ("max_score", "all"), ("first_key_mass", "p90"))
 MOST_EVENTS = 12
@@ -73,5 +73,4 @@ def _show_events(events: list[dict[str, Any]], console: Console) -> None:
         console.print(Text.assemble(f"step {event['step']:,}  ", rule, f"  {event['message']}"))
     if len(events) > MOST_EVENTS:
         console.print(Text(f"and {len(events) - MOST_EVENTS} more events, which the report lists", "dim"))
-    for rule, remedy in {str(event["rule"]): str(event["remedy"]) for event in events}.items():
-        console.print(Text(f"what to do about {rule}: {remedy}"))
+    show_remedies({str(event["rule"]): str(event["remedy"]) for event in events}, console)

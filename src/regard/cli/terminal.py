@@ -1,8 +1,12 @@
-"""What the commands share on the terminal: tables, error messages and the files they write."""
+"""What the commands share on the terminal: tables, error messages, the streams and the files they write."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,10 +24,78 @@ def plain_table(**options: Any) -> Table:
     return Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0), **options)
 
 
+def show_remedies(remedies: Mapping[str, str], console: Console) -> None:
+    """Print what to do, by the name of the rule."""
+    for rule, remedy in remedies.items():
+        console.print(Text(f"what to do about {rule}: {remedy}"))
+
+
 def fail(message: object) -> NoReturn:
     """Print an error, without a traceback, and exit with status 2."""
-    Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(message)), soft_wrap=True)
+    show_error(message)
     raise typer.Exit(2) from None
+
+
+def show_error(message: object) -> None:
+    """Print an error as one line."""
+    Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(message)), soft_wrap=True)
+
+
+class _Stream:
+    """Stands in for sys.stdout or sys.stderr. If it cannot be written, the rest of what is printed is dropped.
+
+    The command continues, so that a full disk or a closed pipe does not cost the files that it writes.
+    """
+
+    def __init__(self, stream: Any, name: str) -> None:
+        self.stream, self.name = stream, name
+        self.error: OSError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        self._attempt(lambda: self.stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self.stream.flush)
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as error:
+            if self.error is not None:
+                raise
+            self.error = error
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())  # the stream still has text that Python writes when it exits
+            os.close(nowhere)
+            if error.errno != errno.EPIPE:  # whoever closed a pipe, as `head` does, has read enough
+                show_error(f"{self.name}: expected a stream that can be written, got an error: {error.strerror}")
+
+
+@contextlib.contextmanager
+def guarded_streams() -> Iterator[None]:
+    """Run a command. If what it prints cannot be written, it runs to its end; then exit with status 2, and with 1 if a
+    pipe was closed."""
+    streams = {"stdout": sys.stdout, "stderr": sys.stderr}
+    guards = {name: _Stream(stream, name) for name, stream in streams.items() if stream is not None}  # None: closed
+    for name, guard in guards.items():
+        setattr(sys, name, guard)
+    status: Any = 0
+    try:
+        yield
+    except SystemExit as ended:
+        status = ended.code
+    finally:
+        for name, guard in guards.items():
+            guard.flush()
+            setattr(sys, name, guard.stream)
+    errors = [guard.error for guard in guards.values() if guard.error is not None]
+    if errors:
+        status = 1 if all(error.errno == errno.EPIPE for error in errors) else 2
+    sys.exit(status)
 
 
 def check_outputs(paths: Mapping[str, Path | None]) -> None:

@@ -4,18 +4,21 @@
 The files, in the order in which a call of `regard inspect MODEL` passes through them:
 
     command.py      reads the options and the text, loads the model with `regard.hf.load`
-    run.py          `inspect` and `watch`: the loop over the inputs, the run file, the progress bar
+    run.py          `inspect` and `watch`: the loop over the inputs, and when the run file is written
+    progress.py     which layer of which sequence is being recorded, on the terminal
     recorder.py     `Recorder`: computes each attention call of the model (an `hf.Interception` passes it on) and
                     measures it
     patterns.py     weights on the query's own, previous and copied tokens; which keys a query may read
-    views.py        details of one sequence: a window of the plan, top keys, paths along the temperature
+    views.py        details of one sequence: a window and a map of the plan, top keys, paths along the temperature
+    token_texts.py  the text of tokens; a character of several tokens is one text
     layers.py       `Layer`: the sums by head and position bin
     provenance.py   the model, the versions and the machine
-    result.py       `Inspection`: tables, JSON, the run file
+    result.py       `Inspection`: tables and JSON
+    run_file.py     the run file, written and read
     rules.py        `Rule` and `Finding`, shared by inspections and training runs
     head_rules.py   the named rules about a head, and their `Thresholds`
     findings.py     applies the rules to a record; the verdict in one line
-    report.py       the HTML page, from page.html, page.css, plots.js, heads.js, panel.js and page.js
+    report.py       the HTML page, from page.html, page.css, plots.js, heads.js, sequence.js, panel.js and page.js
 
 A training run passes through:
 

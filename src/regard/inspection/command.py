@@ -35,6 +35,7 @@ class Source:
     name: str
     text: str = ""
     ids: Tensor | None = None
+    is_sample: bool = False  # the text that ships with regard
 
 
 def read_source(text: Path | None, tokens: Path | None) -> Source:
@@ -52,7 +53,7 @@ def read_source(text: Path | None, tokens: Path | None) -> Source:
         return Source(tokens.name, ids=ids)
     if text is None:
         sample = resources.files("regard.inspection").joinpath("sample.txt")
-        return Source("the sample text", sample.read_text("utf-8"))
+        return Source("the sample text", sample.read_text("utf-8"), is_sample=True)
     content = _content(text, "--text")
     if not content.strip():
         raise Refused(f"--text: expected some text, got {text}, which is {'blank' if content else 'empty'}")
@@ -99,11 +100,11 @@ def examine(
         words = _vocabulary(model)
         if bool(((ids < 0) | (ids >= words)).any()):
             raise Refused(f"token ids: expected 0 to {words - 1}, got {int(ids.min())} to {int(ids.max())}")
-        longest = min(length, _longest(model) or length)
-        pieces = _cut(ids if limit is None else ids[:limit], longest)
-        several = "" if len(pieces) == 1 else f" in {len(pieces)} sequences of at most {longest:,}"
-        whose = f", the model's limit (--length {length})" if longest < min(length, len(ids)) else ""
-        say(f"reading {sum(len(piece) for piece in pieces):,} tokens{several}{whose}")
+        longest = _longest(model) or length
+        pieces = _cut(ids if limit is None else ids[:limit], min(length, longest))
+        say(_account(pieces, length, longest))
+        if limit is not None and limit > len(ids):
+            say(f"--max-tokens {limit}: {source.name} has no more{': use --text FILE' if source.is_sample else ''}")
         inspection = inspect(model, _arguments(model, pieces), patterns=True, views=True, tokenizer=tokenizer, run=run)
     except OSError as error:
         if run is None or error.filename is None or Path(error.filename) != run:
@@ -121,6 +122,15 @@ def read_declared(text: str) -> Transport:
         return read_problem(text)
     except (ValueError, TypeError) as error:
         raise Refused(f"--problem: {error}") from None
+
+
+def _account(pieces: list[Tensor], length: int, of_model: int) -> str:
+    """What is read, and why in how many sequences."""
+    text = f"reading {sum(map(len, pieces)):,} tokens"
+    if len(pieces) == 1:
+        return text
+    reason = "the model's limit" if of_model < length else "--length sets it"
+    return f"{text} in {len(pieces)} sequences of at most {min(length, of_model):,} ({reason})"
 
 
 def _token_ids(source: Source, tokenizer: Any, name: str) -> Tensor:
@@ -158,6 +168,10 @@ def _arguments(model: Any, pieces: list[Tensor]) -> list[dict[str, Tensor]]:
 
 
 def _content(path: Path, option: str) -> str:
+    number = str(path).replace(",", "").replace("_", "")
+    if number.isdecimal() and not path.exists():
+        hint = f"use --max-tokens {number} (in all) or --length {number} (in one sequence)"
+        raise Refused(f"{option}: expected a file, got {path}. To read this many tokens, {hint}")
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -221,7 +235,11 @@ def read_any(path: Path) -> tuple[str, dict[str, Any]]:
         if where.suffix == ".json" and head.lstrip().startswith(b"{"):
             return "inspection", read_record(where, "RUN")
         if len(head) > 8 and head[8:9] == b"{":  # safetensors: the header's length, then the header
-            return "inspection", Inspection.load(where).record()
+            found = Inspection.load(where)
+            if not found.layers:
+                hint = f"regard inspect with --run {where} continues it"
+                raise Refused(f"{where}: expected a run with a finished sequence, got one that ended before: {hint}")
+            return "inspection", found.record()
         return "training", read_run(where)
     except (OSError, ValueError) as error:
         raise Refused(f"{error}") from None

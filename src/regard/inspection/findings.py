@@ -16,7 +16,7 @@ from .head_rules import HEAD_RULES, Head, HeadRule, Missing, Thresholds, rule_na
 from .numbers import count_of, short
 from .rules import SEVERITIES, Finding
 
-FORMAT, VERSION = "regard-inspection", 1
+FORMAT, VERSION, READABLE = "regard-inspection", 2, (1, 2)  # version 2: the map, parts of characters, begins_with
 _POSITIONS = ("sink", "previous-token", "self", "first-token", "induction")  # reading a known position explains a peak
 
 
@@ -157,8 +157,9 @@ def check_format(record: object, name: str = "record") -> None:
     if not isinstance(record, dict):
         raise TypeError(f"{name}: expected a dict as Inspection.to_json() describes it, got {type(record).__name__}")
     got = record.get("format"), record.get("version")
-    if got != (FORMAT, VERSION):
-        raise ValueError(f"{name}: expected format {FORMAT!r}, version {VERSION}, got {got[0]!r}, version {got[1]!r}")
+    if got[0] != FORMAT or got[1] not in READABLE:
+        known = " or ".join(map(str, READABLE))
+        raise ValueError(f"{name}: expected format {FORMAT!r}, version {known}, got {got[0]!r}, version {got[1]!r}")
     for part in ("statistics", "heads"):
         if not isinstance(record.get(part), list) or not record[part]:
             raise ValueError(f"{name}: expected a list of at least one in {part!r}, got {record.get(part)!r}")

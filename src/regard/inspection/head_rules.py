@@ -59,6 +59,10 @@ class Head:
     def max(self, name: str) -> float:
         return self._get("max", name)
 
+    def not_finite(self) -> tuple[int, int]:
+        """The number of rows whose output is NaN or infinite, and of all. Records of version 1 did not count them."""
+        return self._entry.get("not_finite", 0), self._entry.get("rows", 0)
+
     def has(self, name: str) -> bool:
         return self._entry.get("mean", {}).get(name) is not None
 
@@ -77,6 +81,11 @@ class HeadRule:
     rule: Rule
     threshold: str | float  # a field of Thresholds, or a number: shown if the rule could not be checked
     test: Callable[[Head, Thresholds], Outcome]
+
+
+def _not_finite(head: Head, _: Thresholds) -> Outcome:
+    lost, rows = head.not_finite()
+    return (lost / rows, 0.0, f"the output of {lost:,} of {rows:,} rows is NaN or infinite") if lost else None
 
 
 def _logit_alarm(head: Head, limits: Thresholds) -> Outcome:
@@ -167,6 +176,18 @@ def _weight_on(head: Head, name: str, threshold: float, where: str) -> Outcome:
 _TUTORIAL = "the usual threshold in TransformerLens exercises (ARENA): mean weight > 0.4"
 
 HEAD_RULES: list[HeadRule] = [
+    HeadRule(
+        Rule(
+            "not-finite",
+            "alarm",
+            "NaN or infinity in a row spreads to every later layer. No other rule can say anything about such rows.",
+            "Look at the first layer with this finding: its weights or its input are not finite. Go back to a "
+            "checkpoint before the run diverged. In half precision, compute in bfloat16 or float32.",
+            "arithmetic",
+        ),
+        0.0,
+        _not_finite,
+    ),
     HeadRule(LOGIT_ALARM, "max_score", _logit_alarm),
     HeadRule(
         Rule(

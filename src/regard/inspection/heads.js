@@ -43,6 +43,12 @@ const model = (() => {
     return text === "" ? "∅" : text;
   }
 
+  // The text of a token of a view; a part of a character is named by the whole character and its number.
+  function tokenName({ tokens, parts }, i) {
+    const [part, of] = parts?.[i] ?? [1, 1];
+    return of > 1 ? `${visible(tokens[i])} (${part} of ${of})` : visible(tokens[i]);
+  }
+
   const tokenText = (token) => html("bdi", { class: "token", title: visible(token) }, visible(token));
 
   // --- the heads and their values ------------------------------------------------------------------------------------
@@ -62,12 +68,7 @@ const model = (() => {
     .sort((a, b) => rank(a) - rank(b));
   const findingsOf = heads.map(() => []);
   for (const f of record.findings) findingsOf[indexOf.get(place(f))]?.push(f);
-  const names = comparing ? distinctNames() : [];
-
-  function distinctNames() {
-    const [a, b] = [record, other].map((r) => String(r.provenance?.model ?? "model"));
-    return a === b ? [`${a} (first)`, `${b} (second)`] : [a, b];
-  }
+  const names = comparing ? data.names : [];
 
   const inFirst = (i, name, kind) => heads[i][kind]?.[name] ?? null;
   const inSecond = (i, name, kind) => twin[i]?.[kind]?.[name] ?? null;
@@ -110,7 +111,7 @@ const model = (() => {
   };
 
   return {
-    comparing, metric, withUnit, visible, tokenText, heads, layers, columns, place, indexOf, twinIndex, statistics,
+    comparing, metric, withUnit, visible, tokenName, tokenText, heads, layers, columns, place, indexOf, twinIndex, statistics,
     findingsOf, names, inFirst, inSecond, difference, valueOf, scaleOf, state,
   };
 })();

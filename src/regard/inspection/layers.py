@@ -32,8 +32,9 @@ PARTS = ("sums", "counts", "rows", "maxima", "key_sums", "key_viewers")  # the t
 def derived_channels(out: Tensor, entropy: Tensor, log_keys: Tensor) -> dict[str, Tensor]:
     """The channels DERIVED of one call, [B, H, Tq] each, from its output [B, H, Tq, Dv], its entropies and the
     logarithm of the number of keys of each row."""
+    norm = out.float().norm(dim=-1)
     return {
-        "output_norm": out.float().norm(dim=-1),
+        "output_norm": torch.where(norm.isfinite(), norm, torch.nan),
         "log_keys": log_keys,
         "normalized_entropy": torch.where(log_keys > 0, entropy / log_keys, torch.nan),
     }
@@ -114,6 +115,10 @@ class Layer(Displayed):
         for name, amounts in (("key_sums", mass), ("key_viewers", viewers.expand(B, H, Tk))):
             amounts = amounts.permute(0, 2, 1).reshape(B * Tk, H).double().cpu()
             setattr(self, name, with_bins(getattr(self, name), size).index_add(0, where, amounts))
+
+    def not_finite(self) -> Tensor:
+        """[H]: the number of rows whose output is NaN or infinite."""
+        return self.rows.sum(0) - self.counts.sum(0)[self.channels.index("output_norm")]
 
     def means(self) -> dict[str, Tensor]:
         """[H] by channel; NaN for a head without a counted row.

@@ -219,7 +219,7 @@ class ModuleListener:
         values |= derived_channels(out, results["entropy"], log_keys)
         if "first_key_mass" in values:
             values["first_key_mass"] = torch.where(sees_first_key(form), values["first_key_mass"], torch.nan)
-        valid = results["max_scores"] > -torch.inf
+        valid = results["max_scores"] != -torch.inf
         if self.rows is not None and self.rows.shape == (B, Tq):
             valid = valid & self.rows.to(valid.device, torch.bool)[:, None]
         self._layer(H).add(values, valid, torch.zeros(1, Tq, dtype=torch.long))

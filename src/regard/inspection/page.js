@@ -251,7 +251,7 @@
     $("comparison").hidden = false;
     $("compared").hidden = false;
     $("compared").dataset.severity = severities.find((s) => other.findings.some((f) => f.severity === s)) ?? "note";
-    $("compared").textContent = `Compared with ${other.provenance?.model ?? "another model"}. ${other_verdict}`;
+    $("compared").textContent = `Compared with ${data.names[1]}. ${other_verdict}`;
     if (!comparing) {
       $("comparison-message").hidden = false;
       $("comparison-message").textContent = obstacle;

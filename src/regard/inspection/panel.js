@@ -2,7 +2,7 @@
 const panel = (() => {
   const { $, data, show, plural, html, option, VIRIDIS, colour, widthOf, tickText, drawLegend, drawLines } = plots;
   const {
-    comparing, withUnit, visible, tokenText, heads, twinIndex, statistics, names, inFirst, inSecond, state,
+    comparing, withUnit, tokenName, tokenText, heads, twinIndex, statistics, names, inFirst, inSecond, state,
   } = model;
   const { record, other } = data;
 
@@ -20,6 +20,7 @@ const panel = (() => {
     $("panel-findings").replaceChildren(...found.map((f) => html("li", {}, tag(f), ` ${f.message}`)));
     drawPosition();
     drawPath();
+    sequence.draw(inView().map, seat());
     drawWindow();
     drawTop();
     drawStatistics();
@@ -83,13 +84,13 @@ const panel = (() => {
     if ($("top-figure").hidden) return;
     const kept = Math.max(top.queries.indexOf(Number($("query").value)), 0);
     const at = $("query").options.length ? kept : top.queries.length - 1;
-    $("query").replaceChildren(...top.queries.map((q, k) => option(q, `${q} ${visible(top.tokens[q])}`, k === at)));
+    $("query").replaceChildren(...top.queries.map((q, k) => option(q, `${q} ${tokenName(top, q)}`, k === at)));
     const [keys, weights] = [top.keys[seat()][at], top.weights[seat()][at]];
     const rows = keys.map((key, k) => [key, weights[k]]).filter(([, weight]) => weight >= 5e-4);
     $("top").replaceChildren(...rows.map(([key, weight]) => {
       const bar = html("span", { class: "bar" });
       bar.style.width = `${Math.max(100 * weight, 0.5)}%`;
-      return html("li", {}, html("span", { class: "place" }, key), tokenText(top.tokens[key]), html("span", {}, bar), html("span", { class: "number" }, show(weight)));
+      return html("li", {}, html("span", { class: "place" }, key), tokenText(tokenName(top, key)), html("span", {}, bar), html("span", { class: "number" }, show(weight)));
     }), rows.length < keys.length ? html("li", { class: "hint rest" }, rows.length ? "The others get less than 0.0005 each." : "No key gets 0.0005 or more.") : "");
   }
 
@@ -132,20 +133,33 @@ const panel = (() => {
     pen.lineTo(tip[0] + 8, tip[1] + 5);
     pen.fill();
     drawLegend($("window-legend"), VIRIDIS, "weight (root scale); queries ↓ read keys →", [0, 0.25, 0.5, 0.75, 1].map((r) => [r, tickText(Number((r * r).toPrecision(2)))]));
-    const strip = view.tokens.map((token, k) => {
-      const button = html("button", { type: "button", "aria-pressed": k === state.reading, tabindex: k === state.reading ? 0 : -1, title: `position ${view.start + k}: ${show(weight(state.reading, k, size))}`, onclick: () => pick(k), onkeydown: stripKey }, tokenText(token));
+    $("strip").replaceChildren(...joined(view, view.tokens.map((token, k) => {
+      // A character of several tokens is shown once, by the first of them.
+      const text = k > 0 && (view.parts?.[k]?.[0] ?? 1) > 1 ? "·" : token;
+      const title = `position ${view.start + k}, ${tokenName(view, k)}: ${show(weight(state.reading, k, size))}`;
+      const button = html("button", { type: "button", "aria-pressed": k === state.reading, tabindex: k === state.reading ? 0 : -1, title, "aria-label": title, onclick: () => pick(k), onkeydown: stripKey }, tokenText(text));
       const share = Math.sqrt(weight(state.reading, k, size));
       button.style.backgroundColor = share > 0 ? `color-mix(in srgb, var(--first) ${Math.round(70 * share)}%, transparent)` : "";
       return button;
-    });
-    $("strip").replaceChildren(...strip);
+    })));
     readWindow(state.reading, null);
+  }
+
+  // The buttons of the strip, those of one character in one element.
+  function joined(view, buttons) {
+    const found = [];
+    buttons.forEach((button, k) => {
+      const [part] = view.parts?.[k] ?? [1];
+      if (part > 1 && found.at(-1)?.className === "joined") found.at(-1).append(button);
+      else found.push(view.parts?.[k] ? html("span", { class: "joined" }, button) : button);
+    });
+    return found;
   }
 
   function readWindow(q, k) {
     const view = inView().window;
     const size = view.tokens.length;
-    const name = (i) => `${view.start + i} “${visible(view.tokens[i])}”`;
+    const name = (i) => `${view.start + i} “${tokenName(view, i)}”`;
     const weight = windowWeights();
     if (k === null) {
       for (let j = 0, most = -1; j < size; j++) if (weight(q, j, size) > most) [k, most] = [j, weight(q, j, size)];
@@ -156,7 +170,7 @@ const panel = (() => {
   function pick(q, { focus = true } = {}) {
     state.reading = q;
     drawWindow();
-    if (focus) $("strip").children[q]?.focus();
+    if (focus) $("strip").querySelectorAll("button")[q]?.focus();
   }
 
   function stripKey(event) {

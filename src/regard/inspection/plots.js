@@ -44,6 +44,7 @@ const plots = (() => {
   function fill(node, attributes, children) {
     for (const [name, value] of Object.entries(attributes)) {
       if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+      else if (name.startsWith("aria-") && typeof value === "boolean") node.setAttribute(name, String(value));
       else if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : value);
     }
     node.append(...children.flat(Infinity).filter((child) => child !== null));

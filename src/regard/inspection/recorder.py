@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from . import provenance
 from .layers import DERIVED, PATTERNS, Layer, derived_channels, nth_call, position_bins
 from .patterns import count_admissible, pattern_weights, plan_arguments, sees_first_key, with_prior
 from .result import Inspection
+from .run_file import Partial
 from .views import Views
 
 
@@ -46,6 +47,11 @@ class Recorder:
         self.views: Views | None = None  # filled by the pass under way, if it is the one to look at closely
         self._layers: dict[str, Layer] = {}  # by the name of the layer
         self._first_calls: dict[str, int] = {}  # by the name of the layer: its place in the order of the first calls
+        self.calls = 0  # of the pass under way, so far
+        self._known = 0  # its first calls, which an earlier process has recorded
+        self.before: list[Layer] = []  # the layers before this pass
+        self.before_call: Callable[[int, bool], None] = _ignore  # number of the call in its pass; was it recorded?
+        self.after_call: Callable[[], None] = _ignore  # after a call was recorded
 
     def choose_statistics(self, wanted: Iterable[str] | None) -> tuple[str, ...]:
         """The statistics to record; by default all that every problem of the model defines and the fastest backend
@@ -83,7 +89,7 @@ class Recorder:
             if got != expected:
                 raise ValueError(f"run: {str(run)!r} was begun with other {what}: expected {expected}, got {got}")
         self.inspection = begun
-        self._layers = {layer.name: layer for layer in begun.layers}
+        self._set_layers(begun.layers)
         self._first_calls = {layer.name: n for n, layer in enumerate(begun.layers)}
 
     @contextlib.contextmanager
@@ -92,15 +98,33 @@ class Recorder:
         with self.interception.attached():
             yield
 
-    def forward(self, batch: dict[str, Any]) -> None:
-        """One forward pass. If it fails, nothing of it is recorded."""
-        before = [layer.copy() for layer in self.inspection.layers]
+    def forward(self, batch: dict[str, Any], begun: Partial | None = None) -> None:
+        """One forward pass. If it fails, nothing of it is recorded.
+
+        `begun`: what an earlier process has recorded of this batch. The calls are computed again in the same way, so
+        that the pass continues with the same numbers, and are not recorded again.
+        """
+        self.before = [layer.copy() for layer in self.inspection.layers]
+        self.calls, self._known = 0, 0 if begun is None else begun.calls
         try:
+            if begun is not None:
+                self._set_layers([layer.copy() for layer in begun.layers])
             self.model(**hf.prepared(self.model, batch))
         except BaseException:
-            self.inspection.layers[:] = before
-            self._layers = {layer.name: layer for layer in before}
+            self._set_layers(self.before)
+            self._first_calls = {layer.name: n for n, layer in enumerate(self.before)}
             raise
+        finally:
+            self._known = 0
+
+    def partial(self, digest: str) -> Partial:
+        """What is recorded of the pass under way, after a call. `digest`: of the batches up to this one."""
+        views = None if self.views is None else self.views.state()
+        return Partial(digest, self.calls, [layer.copy() for layer in self.inspection.layers], views)
+
+    def _set_layers(self, layers: list[Layer]) -> None:
+        self.inspection.layers[:] = layers
+        self._layers = {layer.name: layer for layer in layers}
 
     @property
     def layers(self) -> list[Layer]:
@@ -125,6 +149,7 @@ class Recorder:
         return not in_backward()
 
     def attend(self, call: hf.AttentionCall) -> Tensor:
+        self.before_call(self.calls + 1, self.calls < self._known)
         if isinstance(call.problem, Features):
             return self._attend_by_features(call.problem, call)
         return self._attend_by_plan(call)
@@ -133,10 +158,20 @@ class Recorder:
         real = _real_queries(call)
         request = self._request(call.arguments["problem"] or Transport(), real is not None)
         out, aux = hf.attend(call.module, call.arguments, request)
-        if self.counts():
-            with torch.no_grad():
-                self._record(call, real, out, aux)
+        self._count(call, lambda: self._record(call, real, out, aux))
         return out
+
+    def _count(self, call: hf.AttentionCall, record: Callable[[], None]) -> None:
+        """Record a call, unless its pass does not count or an earlier process has recorded it."""
+        if not self.counts():
+            return
+        self.calls += 1
+        self._first_calls.setdefault(nth_call(call.name, call.depth + 1), len(self._first_calls))
+        if self.calls <= self._known:
+            return
+        with torch.no_grad():
+            record()
+        self.after_call()
 
     def _request(self, problem: Transport, padded: bool) -> AuxRequest:
         """The statistics to compute together with the output."""
@@ -173,7 +208,7 @@ class Recorder:
             self.views.give_up()
         elif self.views is not None:
             self.views.add(nth_call(call.name, call.depth + 1), arguments, plan)
-        valid = aux.max_scores > -torch.inf
+        valid = aux.max_scores != -torch.inf  # such a row has no key; one that is not a number counts
         if real is not None:
             valid = valid & real[:, None]
         layer = self._layer(call, H)
@@ -194,30 +229,29 @@ class Recorder:
 
     def _attend_by_features(self, features: Features, call: hf.AttentionCall) -> Tensor:
         """As `_attend_by_plan`, with the statistics that attention by features has."""
-        arguments, place = call.arguments, call.place
-        statistics = self.inspection.statistics
-        B, H, Tq, _ = arguments["query"].shape
-        real = _real_queries(call)
+        arguments, statistics, real = call.arguments, self.inspection.statistics, _real_queries(call)
         if real is not None and "key_mass" in statistics:
             raise ValueError("statistics: expected no key_mass for padded batches of attention by features")
         request = AuxRequest(**dict.fromkeys((*statistics, "mass"), True))
         out, aux = features(**hf.as_features_call(call.module, arguments), return_aux=request)
-        if not self.counts():
-            return out
-        with torch.no_grad():
-            by_query, by_key = count_admissible(lower(**arguments), real)
-            values = {name: getattr(aux, name) for name in statistics if name != "key_mass"}
-            if "first_key_mass" in statistics and place.first is not None:  # the statistic is about key 0 only
-                begins = (place.first == 0)[:, None].to(out.device)
-                values["first_key_mass"] = torch.where(begins, values["first_key_mass"], torch.nan)
-            log_keys = by_query.clamp(min=1).log().expand(B, H, Tq)
-            values |= derived_channels(out, torch.full_like(aux.mass, torch.nan), log_keys)  # there is no entropy
-            valid = aux.mass > 0 if real is None else (aux.mass > 0) & real[:, None]
-            layer = self._layer(call, H)
-            layer.add(values, valid, position_bins(place.positions))
-            if "key_mass" in statistics:
-                layer.add_keys(aux.key_mass, by_key, position_bins(place.key_positions))
+        self._count(call, lambda: self._record_features(call, real, out, aux))
         return out
+
+    def _record_features(self, call: hf.AttentionCall, real: Tensor | None, out: Tensor, aux: Any) -> None:
+        arguments, place, statistics = call.arguments, call.place, self.inspection.statistics
+        B, H, Tq, _ = arguments["query"].shape
+        by_query, by_key = count_admissible(lower(**arguments), real)
+        values = {name: getattr(aux, name) for name in statistics if name != "key_mass"}
+        if "first_key_mass" in statistics and place.first is not None:  # the statistic is about key 0 only
+            begins = (place.first == 0)[:, None].to(out.device)
+            values["first_key_mass"] = torch.where(begins, values["first_key_mass"], torch.nan)
+        log_keys = by_query.clamp(min=1).log().expand(B, H, Tq)
+        values |= derived_channels(out, torch.full_like(aux.mass, torch.nan), log_keys)  # there is no entropy
+        valid = aux.mass != 0 if real is None else (aux.mass != 0) & real[:, None]
+        layer = self._layer(call, H)
+        layer.add(values, valid, position_bins(place.positions))
+        if "key_mass" in statistics:
+            layer.add_keys(aux.key_mass, by_key, position_bins(place.key_positions))
 
     def _layer(self, call: hf.AttentionCall, heads: int) -> Layer:
         """The layer of a call, created at the first one.
@@ -227,7 +261,6 @@ class Recorder:
         the order of their first calls.
         """
         name = nth_call(call.name, call.depth + 1)
-        self._first_calls.setdefault(name, len(self._first_calls))
         if name not in self._layers:
             channels = tuple(n for n in self.inspection.statistics if n != "key_mass") + DERIVED
             channels += PATTERNS if self.inspection.patterns else ()
@@ -244,6 +277,10 @@ class Recorder:
             for layer in self.inspection.layers:
                 layer.index = order[layer.name]
         self.inspection.layers.sort(key=lambda layer: order[layer.name])
+
+
+def _ignore(*_: Any) -> None:
+    pass
 
 
 def _real_queries(call: hf.AttentionCall) -> Tensor | None:

@@ -1,8 +1,8 @@
 """The reports: one HTML file each, which loads nothing else.
 
-The page of an inspection is made of page.html, page.css, plots.js, heads.js, panel.js and page.js; the page of a
-training run of training.html, page.css, plots.js and training.js. The record is embedded as JSON, and the scripts draw
-it: all statistics are computed in Python.
+The page of an inspection is made of page.html, page.css, plots.js, heads.js, sequence.js, panel.js and page.js; the
+page of a training run of training.html, page.css, plots.js and training.js. The record is embedded as JSON, and the
+scripts draw it: all statistics are computed in Python.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from .findings import check_format, find, verdict
 from .rules import SEVERITIES, Finding
+from .token_texts import first_words
 
 
 def to_html(record: dict[str, Any], other: dict[str, Any] | None = None) -> str:
@@ -28,19 +29,20 @@ def to_html(record: dict[str, Any], other: dict[str, Any] | None = None) -> str:
     """
     check_format(record)
     found = _findings(record)
-    data: dict[str, Any] = {"record": _with(record, found), "other": None, "obstacle": None}
+    data: dict[str, Any] = {"record": _with(record, found), "other": None, "obstacle": None, "names": []}
     if other is not None:
         check_format(other, "other")
         found_there = _findings(other)
         data["other"] = _with(other, found_there)
         data["other_verdict"] = verdict(other, found_there)
         data["obstacle"] = incomparable(record, other)
+        data["names"] = labels(record, other)
     words = {
         "model": html.escape(str(record.get("provenance", {}).get("model") or "model")),
         "severity": next((s for s in SEVERITIES if any(f.severity == s for f in found)), "note"),
         "verdict": html.escape(verdict(record, found)),
     }
-    return _page("page", ("plots.js", "heads.js", "panel.js", "page.js"), words, data)
+    return _page("page", ("plots.js", "heads.js", "sequence.js", "panel.js", "page.js"), words, data)
 
 
 def training_html(record: dict[str, Any]) -> str:
@@ -86,6 +88,32 @@ def incomparable(record: dict[str, Any], other: dict[str, Any]) -> str | None:
     if first == second:
         return None
     return f"Not compared head by head: the first has {_shape(first)}, the second {_shape(second)}."
+
+
+def labels(record: dict[str, Any], other: dict[str, Any]) -> tuple[str, str]:
+    """What tells two records apart: the models' names. If they are the same, the words of the texts, the names of the
+    texts, or else the order."""
+    first, second = (r.get("provenance") or {} for r in (record, other))
+    for key, form in (("model", "{}"), ("begins_with", "“{}”"), ("text", "{}")):
+        a, b = (str(about.get(key) or "") for about in (first, second))
+        if a and b and a != b:
+            start = _where_words_differ(a, b) if key == "begins_with" else 0
+            return form.format(_label(a, start)), form.format(_label(b, start))
+    model = str(first.get("model") or "model")
+    return f"{model} (first)", f"{model} (second)"
+
+
+LABEL = 40  # characters
+
+
+def _where_words_differ(a: str, b: str) -> int:
+    """Where labels begin: at 0, or if the first words are the same, at the first word that is not."""
+    same = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return 0 if same < LABEL // 2 else a.rfind(" ", 0, same) + 1
+
+
+def _label(text: str, start: int) -> str:
+    return ("… " if start else "") + first_words(text[start:], LABEL)
 
 
 def _shape(heads: set[tuple[int, int]]) -> str:

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from .._display import html_table
-from .._files import write
 from .._validate import describe
-from ..statistics import ROW_STATISTICS
+from . import run_file
 from .findings import FORMAT, VERSION, find, verdict
 from .head_rules import Thresholds
-from .layers import DERIVED, PARTS, PATTERNS, Layer, bin_starts, with_bins
+from .layers import DERIVED, PATTERNS, Layer, bin_starts, with_bins
 from .numbers import count_of, json_number, json_numbers
 from .report import to_html
 from .rules import Finding
+from .run_file import Partial
 
 if TYPE_CHECKING:
     import pandas
@@ -40,7 +40,8 @@ class Inspection:
     batches: int = 0
     digest: str = ""  # of the batches so far: a resumed run must have the same inputs
     patterns: bool = False  # whether the channels PATTERNS were recorded
-    views: dict[str, Any] = field(default_factory=dict)  # of one sequence: "window", "top_keys", "paths" (views.py)
+    views: dict[str, Any] = field(default_factory=dict)  # of one sequence: "window", "top_keys", ... (views.py)
+    partial: Partial | None = None  # the batch under way, in a run file (run_file.py)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -94,13 +95,14 @@ class Inspection:
         bins = max((len(layer.rows) for layer in self.layers), default=0)
         heads, null, profiles = [], [], {name: [] for name in PROFILES if name in self.columns}
         for layer in self.layers:
-            means, profile, seen = layer.means(), layer.profile(), layer.rows.sum(0)
+            means, profile, seen, lost = layer.means(), layer.profile(), layer.rows.sum(0), layer.not_finite()
             for h in range(layer.heads):
                 heads.append(
                     {
                         "layer": layer.index,
                         "head": h,
                         "rows": int(seen[h]),
+                        "not_finite": int(lost[h]),
                         "mean": {name: json_number(values[h]) for name, values in means.items()},
                         "max": {name: json_number(layer.maxima[n, h]) for n, name in enumerate(layer.channels)},
                     }
@@ -184,45 +186,13 @@ class Inspection:
             return []
         return [f"largest score: {float(self.maximum('max_scores').nan_to_num(-math.inf).max()):.4g}"]
 
-    # --- the run file: one safetensors file whose header contains the JSON --------------------------------------------
+    # --- the run file -------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
         """Write everything to one file (safetensors, no pickle). An existing file is replaced in one step, or kept."""
-        from safetensors.torch import save
-
-        tensors = {
-            f"{n}.{part}": getattr(layer, part).contiguous().clone()
-            for n, layer in enumerate(self.layers)
-            for part in PARTS
-        }
-        tensors["version"] = torch.ones(1, dtype=torch.int64)
-        header = {
-            "about": self.about,
-            "statistics": self.statistics,
-            "batches": self.batches,
-            "digest": self.digest,
-            "patterns": self.patterns,
-            "views": self.views,
-            "layers": [[layer.name, layer.index, layer.heads, layer.channels, layer.calls] for layer in self.layers],
-        }
-        write(path, save(tensors, metadata={"regard.inspection": json.dumps(header)}))
+        run_file.write(path, vars(self))
 
     @classmethod
     def load(cls, path: str | Path) -> Inspection:
         """Read a file that `save` wrote."""
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(path, framework="pt") as file:
-                header = json.loads((file.metadata() or {}).get("regard.inspection", "null"))
-                if header is None:
-                    raise ValueError(f"path: expected a file written by Inspection.save, got {str(path)!r}")
-                layers = []
-                for n, (name, index, heads, channels, calls) in enumerate(header["layers"]):
-                    tensors = {part: file.get_tensor(f"{n}.{part}") for part in PARTS}
-                    layers.append(Layer(name, index, heads, tuple(channels), calls=calls, **tensors))
-            statistics = tuple(name for name in ROW_STATISTICS if name in header["statistics"])
-            rest = (header[part] for part in ("batches", "digest", "patterns", "views"))
-            return cls(statistics, header["about"], layers, *rest)
-        except (SafetensorError, KeyError, TypeError) as error:
-            raise ValueError(f"path: expected a file written by Inspection.save, got {str(path)!r} ({error})") from None
+        return cls(**run_file.read(path))

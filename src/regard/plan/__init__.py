@@ -2,7 +2,19 @@
 temperatures."""
 
 from .certificates import Certificate, Plan, certify, solve
-from .readout import block_mass, solved_rows, topk, weights_at
+from .readout import block_mass, pool_rows, solved_rows, topk, weights_at
 from .temperatures import Path, path
 
-__all__ = ["Certificate", "Path", "Plan", "block_mass", "certify", "path", "solve", "solved_rows", "topk", "weights_at"]
+__all__ = [
+    "Certificate",
+    "Path",
+    "Plan",
+    "block_mass",
+    "certify",
+    "path",
+    "pool_rows",
+    "solve",
+    "solved_rows",
+    "topk",
+    "weights_at",
+]

@@ -61,17 +61,11 @@ def block_mass(query: Tensor, key: Tensor, block: int, **options: Unpack[PlanOpt
     [..., H, ceil(Tq/block), ceil(Tk/block)]; a row sums to its queries' mean mass, 1 for plain rows. Not
     differentiable. The options are those of `attention` that decide the plan.
     """
-    backend, form, lead, row = _solved(query, key, options)
+    _, form, lead, row = _solved(query, key, options)
     if not is_integer(block) or block < 1:
         raise ValueError(f"block: expected a positive int, got {describe(block)}")
-    block = int(block)
-    Tq, Tk = form.shape[2:]
-    rows, columns = -(-Tq // block), -(-Tk // block)
-    pooled = backend.block_sums(form, block) if row is None else REFERENCE.block_sums(form, block, row)
-    sizes = torch.full((rows,), block, device=query.device)
-    if rows:
-        sizes[-1] = Tq - (rows - 1) * block
-    return _narrow(pooled / sizes[:, None], query).reshape(*lead, rows, columns)
+    pooled = _narrow(pool_rows(form, row, int(block)), query)
+    return pooled.reshape(*lead, *pooled.shape[2:])
 
 
 @takes_options(PlanOptions)
@@ -79,6 +73,18 @@ def solved_rows(query: Tensor, key: Tensor, **options: Unpack[PlanOptions]) -> R
     """The plan as rows at fixed prices and temperatures, and the factor [B, H, Tq] of each row (None: 1)."""
     form = lower(query, key, key, **options)
     return solver_for(form).reduce(form)
+
+
+def pool_rows(form: Form, row: Tensor | None, block: int) -> Tensor:
+    """`block_mass` of the rows that `solved_rows` gives, [B, H, ceil(Tq/block), ceil(Tk/block)]."""
+    assert form.query is not None
+    backend = BACKENDS[choose(form, (READOUT,))[0]]
+    pooled = backend.block_sums(form, block) if row is None else REFERENCE.block_sums(form, block, row)
+    Tq, rows = form.shape[2], pooled.shape[2]
+    sizes = torch.full((rows,), block, device=form.query.device)
+    if rows:
+        sizes[-1] = Tq - (rows - 1) * block
+    return pooled / sizes[:, None]
 
 
 def _solved(query: Tensor, key: Tensor, options: PlanOptions) -> tuple[Backend, Form, tuple[int, ...], Tensor | None]:
