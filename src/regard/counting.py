@@ -17,7 +17,7 @@ from .form import Form
 from .priors import PlanShape
 from .problem import ByKeys
 
-_PAIRS = 2**20  # that are counted at once
+_PAIRS = 2**17  # that are counted at once
 
 
 def temperature_by_keys(form: Form, rule: ByKeys, shape: PlanShape) -> Tensor:
