@@ -1,4 +1,4 @@
-"""`regard.nn`: MultiheadAttention against PyTorch's, learned temperatures, the transformer and its variants."""
+"""`regard.nn`: MultiheadAttention against PyTorch's, learned temperatures, the transformer."""
 
 import copy
 import math
@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,10 +30,10 @@ from regard import (
     Window,
 )
 from regard.features import LinearAttention, Performer, ReLUFeatures
-from regard.lab.variants import VARIANTS, mask_to_zero, no_mask, no_scaling, no_shift, raw_dot_products, relu_features
 from regard.nn import Context, MultiheadAttention, Temperature, Transformer
 from regard.nn.declared import built
 from regard.nn.transformer import Block
+from support.gpt import SMALL, leak, small, tokens
 
 B, T, S, E, H = 2, 5, 7, 12, 3
 
@@ -317,24 +318,6 @@ def test_temperature():
 
 # --- the transformer --------------------------------------------------------------------------------------------------
 
-SMALL = {"vocabulary": 11, "length": 16, "layers": 2, "heads": 2, "width": 16}
-
-
-def small(**kwargs) -> Transformer:
-    torch.manual_seed(0)
-    return Transformer(**SMALL, **kwargs)
-
-
-tokens = torch.randint(11, (3, 17), generator=torch.Generator().manual_seed(1))
-
-
-def leak(model: Transformer) -> float:
-    """How much the logits before the last position depend on the last token."""
-    other = tokens[:, :16].clone()
-    other[:, -1] = (other[:, -1] + 1) % 11
-    with torch.no_grad():
-        return float((model(other) - model(tokens[:, :16]))[:, :-1].abs().max())
-
 
 def test_the_transformer_computes_its_equations():
     model = small(init="unit").double()
@@ -483,7 +466,7 @@ def test_the_transformer_names_wrong_arguments():
     with pytest.raises(ValueError, match="width: expected a multiple of heads=3, got 16"):
         Transformer(11, 16, heads=3, width=16)
     with pytest.raises(ValueError, match="attention: expected None together with a problem"):
-        small(problem=Transport(), attention=no_scaling)
+        small(problem=Transport(), attention=F.scaled_dot_product_attention)
     with pytest.raises(ValueError, match="tokens: expected at most length=16 positions, got 17"):
         small()(tokens)
     with pytest.raises(ValueError, match=r"init: expected a positive number"):
@@ -759,71 +742,6 @@ def test_the_transformer_builds_problems_from_its_hidden_states():
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(tokens[:, :-1]), model(tokens[:, :-1]))
     torch._dynamo.reset()
-
-
-# --- the variants -----------------------------------------------------------------------------------------------------
-
-torch.manual_seed(3)
-q, k, v = (torch.randn(2, 2, 70, 4, dtype=torch.float64) for _ in range(3))
-CAUSAL = torch.ones(70, 70, dtype=torch.bool).tril()
-
-
-def test_variants_equal_their_definitions():
-    s = q @ k.mT / 2
-    positive = s.relu().where(CAUSAL, 0.0)
-    expected = {
-        "raw_dot_products": s.where(CAUSAL, 0.0),
-        "row_sum_normalisation": s.where(CAUSAL, 0.0) / s.where(CAUSAL, 0.0).sum(-1, keepdim=True),
-        "relu_normalisation": (positive / positive.sum(-1, keepdim=True)).nan_to_num(0.0),
-        "mask_to_zero": s.where(CAUSAL, 0.0).softmax(-1),
-        "no_mask": s.softmax(-1),
-        "no_scaling": (2 * s).where(CAUSAL, -math.inf).softmax(-1),
-        "no_shift": s.where(CAUSAL, -math.inf).softmax(-1),
-    }
-    for name, weights in expected.items():
-        torch.testing.assert_close(VARIANTS[name](q, k, v, True), weights @ v, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_relu_features_equal_their_definition(is_causal):
-    features = q.relu() @ k.relu().mT
-    weights = features.where(CAUSAL, 0.0) if is_causal else features
-    weights = (weights / weights.sum(-1, keepdim=True)).nan_to_num(0.0)
-    torch.testing.assert_close(relu_features(q, k, v, is_causal), weights @ v)
-
-
-def test_relu_features_are_linear_in_the_length():
-    from torch.utils.flop_counter import FlopCounterMode
-
-    def flops(T):
-        x = torch.randn(1, 1, T, 8)
-        with FlopCounterMode(display=False) as counter:
-            relu_features(x, x, x, True)
-        return counter.get_total_flops()
-
-    assert flops(4096) == pytest.approx(4 * flops(1024), rel=0.1)
-
-
-def test_raw_dot_products_are_the_optimum_without_constraints():
-    # The L2 regularizer without p >= 0 and without a marginal has the identity as its link: p = s.
-    problem = Transport(
-        FDivergence(lambda x: x.square() / 2, lambda t: t, torch.ones_like), marginal=regard.Free(), prior=Causal()
-    )
-    torch.testing.assert_close(
-        raw_dot_products(q, k, v, True), regard.attention(q, k, v, problem=problem, backend="torch")
-    )
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_which_variants_see_the_future(variant):
-    leaks = leak(small(attention=VARIANTS[variant], init="unit"))
-    assert (leaks > 1e-3) if VARIANTS[variant] in (mask_to_zero, no_mask) else (leaks == 0)
-
-
-def test_no_shift_overflows_where_softmax_does_not():
-    big = torch.full((1, 1, 2, 4), 10.0)
-    assert no_shift(big, big, big, True).isnan().all()
-    assert no_scaling(big, big, big, True).isfinite().all()
 
 
 def test_a_constant_on_the_meta_device_cannot_be_moved():

@@ -14,9 +14,9 @@ from ...nn import Context
 from ...priors import ALiBi
 from ...problem import ByKeys, Transport
 from ...structured import Decay
-from ..experiment import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Table
+from ..experiment import Cell, Conclusion, Config, Experiment, Outcomes
 from ..judging import Judged, differences, interval, judge_effect
-from ..training import mean_loss, text_model, train_on_text, validation
+from ..longer_text import losses_by_length, shown_by_length
 from .priors import slopes
 
 FORGETTING = "Lin et al. 2025 (arXiv 2503.02130)"
@@ -61,18 +61,7 @@ def measure(cell: Cell) -> dict[str, Any]:
         "ALiBi": Transport(prior=ALiBi(slopes(heads).to(cell.device))),
         "forget gates": lambda layer: ForgetGates(heads, config["width"]),
     }[cell.setting]
-    model = text_model(cell, positions=None, problem=problem)
-    train_on_text(cell, model)
-    model.eval()
-    # The same text for every length: windows of 8 T characters, read whole, in halves, in quarters and in eighths.
-    longest = config["length"] * max(TIMES)
-    pieces = validation(cell.corpus, config["evaluate"], longest)
-    losses = []
-    for times in TIMES:
-        T = config["length"] * times
-        cut = torch.cat([pieces[:, n * T : (n + 1) * T + 1] for n in range(longest // T)])
-        losses.append(mean_loss(model, cut, at_once=max(1, 32 // times)))
-    return {"losses": losses}
+    return {"losses": losses_by_length(cell, TIMES, problem=problem)}
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
@@ -101,19 +90,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
         what = f"loss with {other} minus loss with forget gates, nats"
         verdicts.append(judge_effect(claim, FORGETTING, what, effect, (0.0, math.inf)))
 
-    rows, lines = [], []
-    for setting in outcomes.settings:
-        columns = [losses(setting, times) for times in TIMES]
-        rows.append([setting, *(interval(column).brief() for column in columns)])
-        means = [math.fsum(c) / len(c) for c in columns]
-        ends = [min(c) for c in columns], [max(c) for c in columns]
-        lines.append(Series(setting, [float(t) for t in TIMES], means, *ends))
-    figures = [
-        Figure("Loss on the same text in longer pieces", "length / training length", "nats", lines, log_x=True),
-        Figure("Validation loss while training", "step", "nats", [outcomes.curve(s, "val") for s in outcomes.settings]),
-    ]
-    tables = [Table("Loss (nats per character)", ["attention", *(f"{t}x" for t in TIMES)], rows)]
-    return Conclusion(verdicts, tables, figures)
+    return Conclusion(verdicts, *shown_by_length(outcomes, TIMES, "attention"))
 
 
 EXPERIMENT = Experiment(

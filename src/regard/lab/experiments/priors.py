@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from ...operator import attention
 from ...priors import ALiBi, Bias
 from ...problem import Transport
-from ..experiment import Cell, Conclusion, Config, Experiment, Figure, Outcomes, Series, Table
+from ..experiment import Cell, Conclusion, Config, Experiment, Outcomes
 from ..judging import interval, judge_effect
-from ..training import mean_loss, text_model, train_on_text, validation
+from ..longer_text import losses_by_length, shown_by_length
 
 SOURCE = "Press et al. 2021 (arXiv 2108.12409); priors as in 002"
 TIMES = (1, 2, 4)
@@ -49,18 +49,7 @@ def measure(cell: Cell) -> dict[str, Any]:
         "ALiBi": {"problem": Transport(prior=ALiBi(slopes(config["heads"]).to(cell.device)))},
         "learned offsets": {"attention": OffsetPrior(config["heads"], config["length"])},
     }[cell.setting]
-    model = text_model(cell, positions=None, **changes)
-    train_on_text(cell, model)
-    model.eval()
-    # The same text for every length: windows of 4 T characters, read whole, in halves and in quarters.
-    longest = config["length"] * max(TIMES)
-    pieces = validation(cell.corpus, config["evaluate"], longest)
-    losses = []
-    for times in TIMES:
-        T = config["length"] * times
-        cut = torch.cat([pieces[:, n * T : (n + 1) * T + 1] for n in range(longest // T)])
-        losses.append(mean_loss(model, cut, at_once=max(1, 32 // times)))
-    return {"losses": losses}
+    return {"losses": losses_by_length(cell, TIMES, **changes)}
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
@@ -92,22 +81,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
                 null=0.02,
             )
         )
-    rows = [
-        [prior, *(interval([o.result["losses"][n] for o in outcomes.each(prior)]).brief() for n in range(len(TIMES)))]
-        for prior in outcomes.settings
-    ]
-    lines = []
-    for prior in outcomes.settings:
-        columns = [[o.result["losses"][n] for o in outcomes.each(prior)] for n in range(len(TIMES))]
-        means = [math.fsum(c) / len(c) for c in columns]
-        ends = [min(c) for c in columns], [max(c) for c in columns]
-        lines.append(Series(prior, [float(t) for t in TIMES], means, *ends))
-    figures = [
-        Figure("Loss on the same text in longer pieces", "length / training length", "nats", lines, log_x=True),
-        Figure("Validation loss while training", "step", "nats", [outcomes.curve(s, "val") for s in outcomes.settings]),
-    ]
-    tables = [Table("Loss (nats per character)", ["prior", *(f"{t}x" for t in TIMES)], rows)]
-    return Conclusion(verdicts, tables, figures)
+    return Conclusion(verdicts, *shown_by_length(outcomes, TIMES, "prior"))
 
 
 EXPERIMENT = Experiment(
