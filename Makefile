@@ -26,7 +26,7 @@ under = OMP_NUM_THREADS=2 $(call testing,$(1)) \
   LD_PRELOAD="$$($(CXX) -print-file-name=lib$(if $(filter address,$(1)),a,t)san.so) $$($(CXX) -print-file-name=libstdc++.so)"
 KERNELS := $(PY) -m pytest -q -x --capture=no -p no:cacheprovider tests/backends/test_native.py tests/backends/test_features_native.py
 
-.PHONY: help demo tour test grid converge fuzz sanitize coverage clang bench bench-full bench-models lint format docs lock clean
+.PHONY: help demo tour test grid converge fuzz test-gpu-kernels sanitize coverage clang bench bench-full bench-models lint format docs lock clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -49,6 +49,11 @@ converge: .venv/tests  ## how often two-sided plans converge: 1,000 random probl
 
 fuzz: .venv/tests  ## random problems on the native engine against the definition, for MINUTES
 	$(PY) tests/support/fuzz.py --minutes $(MINUTES)
+
+test-gpu-kernels: .venv/tests  ## the Triton kernels: the case table interpreted, and every variant compiled ahead of time
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal -k 'triton or gpu' \
+	  tests/gpu tests/core/test_attention.py tests/core/test_statistics.py tests/core/test_edges.py
+	$(PY) tests/gpu/ahead_of_time.py --every
 
 # Address and undefined behaviour with OpenMP, as installed; threads with the standard library's, which the thread
 # sanitizer understands (an OpenMP runtime is not instrumented: its barriers look like races). Only the engine is
@@ -77,7 +82,8 @@ bench: .venv/peers  ## the quick benchmarks, a few minutes; each checks its resu
 bench-full: .venv/peers  ## every length and every peer, an hour or more; Ctrl-C keeps what was measured
 	@$(PY) benchmarks/run.py --full
 
-bench-models: .venv/peers  ## what inspection costs, and gpt-oss against eager: whole models, a few minutes
+bench-models: .venv/peers  ## whole models: accelerated against PyTorch's own kernel, what inspection costs, gpt-oss; half an hour
+	@$(PY) benchmarks/models.py
 	@$(PY) benchmarks/inspection.py
 
 lint: .venv/linters  ## ruff (rules and format), pyright, clang-format and clang-tidy

@@ -37,6 +37,7 @@ from torch import Tensor
 import measure
 import regard
 from measure import Spread
+from regard import timing
 from regard.features import Features, LinearAttention, Performer
 from run import machine
 
@@ -308,7 +309,7 @@ def main() -> int:
         only_memory(json.loads(options.memory))
         return 0
     if options.processor_time:
-        options.threads, measure.clock = 1, time.process_time
+        options.threads, timing.clock = 1, time.process_time
     torch.set_num_threads(options.threads)
     print("\n".join(f"# {name}: {value}" for name, value in machine().items()))
     for name, section in SECTIONS.items():

@@ -37,6 +37,7 @@ from torch import Tensor
 import measure
 import regard
 from measure import Spread, take_turns
+from regard import timing
 from regard.statistics import ROW_STATISTICS
 from report import interval, short
 from run import machine
@@ -280,7 +281,7 @@ def main() -> int:
     if options.memory:
         only_memory(options.memory)
         return 0
-    measure.clock = CLOCKS[options.clock]
+    timing.clock = CLOCKS[options.clock]
     torch.set_num_threads(1 if options.clock == "cpu" else options.threads)  # waiting threads would use processor time
     lengths = {
         "cost": [2048, 8192] if options.full else [2048],

@@ -198,7 +198,7 @@ def steps(bench: Bench, full: bool, rows: list[Row]) -> list[tuple[str, Callable
     """All measurements as (title, function that gives rows)."""
 
     def title(case: Case) -> str:
-        return f"{case.name}, {case.kind}, T = {case.T}, D = {case.D}"
+        return f"{case.name}{', bf16' if case.half else ''}, {case.kind}, T = {case.T}, D = {case.D}"
 
     plan: list[tuple[str, Callable[[], Iterable[Row]]]] = []
     plan += [(title(c), lambda c=c, b=b, n=n: bench.overhead(c, b, n)) for c, b, n in suite.OVERHEAD]

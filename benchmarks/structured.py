@@ -1,12 +1,13 @@
 """What structured priors cost on the native engine, as ratios to plain causal softmax on the same engine.
 
-    python benchmarks/structured.py [--heads 8] [--seconds 4] [--only selected] [--threads 2] [--memory]
+    python benchmarks/structured.py [--heads 8] [--seconds 4] [--only selected] [--threads 2] [--memory] [--cpu]
 
 Each case is first compared, at a small size and with its gradients, with the same prior given as a dense bias in
 float64 on the reference backend. One that is wrong is not timed, and the run fails. Then the case and plain causal
 softmax run in interleaved rounds, forward alone and forward with backward. "x softmax" is the time of the case over the
-time of softmax in the same round, with the middle 80 % of the rounds. --memory prints the peak memory of forward and
-backward at T = 65536 with one head, beyond the inputs, each in a process of its own.
+time of softmax in the same round, with the middle 80 % of the rounds. --cpu measures processor time on one thread, for
+a machine that others use, too. --memory prints the peak memory of forward and backward at T = 65536 with one head,
+beyond the inputs, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,6 +38,7 @@ from regard import (
     Transport,
     Tsallis,
     Window,
+    timing,
 )
 from regard.lowering import lower
 from regard.problem import Regularizer
@@ -79,7 +82,22 @@ def of_blocks(index: Tensor, regularizer: Regularizer | None = None) -> Transpor
     return Transport(regularizer or KL(), prior=Selected(index, T // 64) * Causal())
 
 
+def by_distance(slopes: Tensor) -> Transport:
+    return Transport(prior=regard.prior(lambda b, h, i, j: -slopes[h] * (i - j).abs()) * Causal())
+
+
+def by_log_distance(slopes: Tensor) -> Transport:
+    return Transport(prior=regard.prior(lambda b, h, i, j: -slopes[h] * torch.log1p((i - j).abs())) * Causal())
+
+
+def by_table(table: Tensor) -> Transport:
+    return Transport(prior=regard.prior(lambda b, h, i, j: table[h, (i - j).clamp(min=0)]) * Causal())
+
+
 CASES = [
+    Case("function: slope per head", lambda T, H: [torch.rand(H)], by_distance, "<= 1.3", at_most=1.3),
+    Case("function: log of distance", lambda T, H: [torch.rand(H)], by_log_distance, "<= 1.3", at_most=1.3),
+    Case("function: table by distance", lambda T, H: [torch.randn(H, T)], by_table, "<= 1.3", at_most=1.3),
     Case(
         "Relative, every distance",
         lambda T, H: [torch.randn(H, 2 * T - 1)],
@@ -159,7 +177,7 @@ def check(case: Case) -> str | None:
     dense = torch.zeros(1, H, T, T, dtype=torch.float64) if log_prior is None else log_prior.expand(1, H, T, T)
     if allowed is not None:
         dense = torch.where(allowed, dense, -math.inf)
-    definition = Transport(problem.regularizer, prior=Bias(dense), temperature=form.temperature)
+    definition = Transport(problem.regularizer, prior=Bias(dense), temperature=problem.temperature)
     out = regard.attention(*doubles, problem=definition, backend="torch")
     exact = [out, *torch.autograd.grad(out, [*doubles, *learned(wide)], grad.double())]
     names = ("the output", "dq", "dk", "dv", *(f"the gradient of tensor {n}" for n in range(len(tensors))))
@@ -212,15 +230,19 @@ def time_case(case: Case, H: int, seconds: float) -> None:
 def peak(name: str) -> float:
     """MiB beyond the inputs of one forward and backward pass at T = 65536, in this process."""
     case = next(case for case in CASES if case.name == name)
-    T = 65536
-    tensors, given = _leaves(case.draw(T, 1)), _inputs(T, 1)
-    grad = torch.randn(1, 1, T, D)
 
-    def train() -> object:
-        out = regard.attention(*given, problem=case.problem(*tensors), backend="native")
-        return torch.autograd.grad(out, [*given, *learned(tensors)], grad)
+    def training(T: int) -> measure.Job:
+        tensors, given = _leaves(case.draw(T, 1)), _inputs(T, 1)
+        grad = torch.randn(1, 1, T, D)
 
-    return measure.peak_of(train)
+        def train() -> object:
+            out = regard.attention(*given, problem=case.problem(*tensors), backend="native")
+            return torch.autograd.grad(out, [*given, *learned(tensors)], grad)
+
+        return train
+
+    training(256)()  # the first call also loads modules, which are not memory of a call
+    return measure.peak_of(training(65536))
 
 
 def main() -> None:
@@ -230,8 +252,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--cpu", action="store_true", help="processor time on one thread")
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.cpu:
+        given.threads, timing.clock = 1, time.process_time
     torch.set_num_threads(given.threads)
     if given.peak:
         print(peak(given.peak))

@@ -44,6 +44,20 @@ def softmax(full: bool) -> list[Entry]:
     return entries
 
 
+def half(full: bool) -> list[Entry]:
+    """Softmax in bfloat16. The goals are for processors with dot products of it (`regard doctor`: x86_64_v4_bf16)."""
+    entries = []
+    for train in (False, True):
+        for D, lengths in ((64, [1024, 2048, 4096] if full else [1024, 4096]), (128, [2048, 4096] if full else [2048])):
+            goals = {64: (1.8, 2.0), 128: (1.6, 1.8)}[D] if train else {64: (2.5, 2.7), 128: (2.2, 2.4)}[D]
+            for T in lengths:
+                for kind, goal in zip(("full", "causal"), goals, strict=True):
+                    name = "softmax, training" if train else "softmax, forward"
+                    case = Case(name, T, D=D, kind=kind, train=train, telemetry=True, half=True)
+                    entries.append(Entry(case, {"SDPA": goal}))
+    return entries
+
+
 def sparse(full: bool) -> list[Entry]:
     entries = []
     for family in ("entmax15", "sparsemax"):
@@ -84,7 +98,7 @@ def window(full: bool) -> list[Entry]:
 
 
 def entries(full: bool) -> list[Entry]:
-    return [*softmax(full), *sparse(full), *decode(full), *window(full)]
+    return [*softmax(full), *half(full), *sparse(full), *decode(full), *window(full)]
 
 
 # --- separate measurements --------------------------------------------------------------------------------------------

@@ -18,40 +18,28 @@ namespace {
 
 using regard::Problem;
 
-// Vectors in a block of rows: three, or fewer where the rows do not fill them. Decoding (one vector) takes rows by
-// fours, so a vector must hold four.
-template <class R> int width(const Problem &p) {
-  constexpr int64_t N = Simd<R>::N;
-  const int64_t group = p.H / p.Hkv, rows = group > 1 && p.Tq < 16 ? group * p.Tq : p.Tq;
-  if (rows <= N && N >= 4) return 1;
-  return rows <= 2 * N || (rows > 3 * N && rows <= 4 * N) ? 2 : 3;
-}
-
-// Links and readouts have blocks of one vector or of three.
-template <class R> bool few_rows(const Problem &p) { return p.Tq * (p.H / p.Hkv) <= Simd<R>::N; }
-
 template <class R> int64_t forward_scratch_as(const Problem &p) {
   if (p.family != regard::KL) return few_rows<R>(p) ? LinkPartition<R, 1>(p).bytes(p) : LinkPartition<R, 3>(p).bytes(p);
   if (lists_selection(p)) return SelectedPartition<R>(p).bytes(p);
-  const int vectors = width<R>(p);
-  return vectors == 1   ? ForwardPartition<R, 1>(p).bytes(p)
-         : vectors == 2 ? ForwardPartition<R, 2>(p).bytes(p)
-                        : ForwardPartition<R, 3>(p).bytes(p);
+  const int vectors = row_vectors<R>(p);
+  return vectors == 1   ? ForwardPartition<DecodeProducts<R, R>>(p).bytes(p)
+         : vectors == 2 ? ForwardPartition<LaneProducts<R, 2>>(p).bytes(p)
+                        : ForwardPartition<LaneProducts<R, 3>>(p).bytes(p);
 }
 template <class R> void forward_of(const Problem &p) {
-  const int vectors = width<R>(p);
+  const int vectors = row_vectors<R>(p);
   if (p.family != regard::KL) return few_rows<R>(p) ? run_forward_link<R, 1>(p) : run_forward_link<R, 3>(p);
   if (lists_selection(p)) return run_forward_selected<R>(p);
-  if (vectors == 2) return run_forward_kl<R, 2, R>(p);
-  if (vectors == 3) return run_forward_kl<R, 3, R>(p);
+  if (vectors == 2) return run_forward_kl<LaneProducts<R, 2>>(p);
+  if (vectors == 3) return run_forward_kl<LaneProducts<R, 3>>(p);
   if constexpr (Simd<R>::N >= 4) {
     if constexpr (sizeof(R) == 4) {
       if (readable_in_place<Bf16>(p.key, p.D) && readable_in_place<Bf16>(p.value, p.Dv))
-        return run_forward_kl<R, 1, Bf16>(p);
+        return run_forward_kl<DecodeProducts<R, Bf16>>(p);
       if (readable_in_place<F16>(p.key, p.D) && readable_in_place<F16>(p.value, p.Dv))
-        return run_forward_kl<R, 1, F16>(p);
+        return run_forward_kl<DecodeProducts<R, F16>>(p);
     }
-    run_forward_kl<R, 1, R>(p);
+    run_forward_kl<DecodeProducts<R, R>>(p);
   }
 }
 
@@ -64,13 +52,14 @@ bool forward(const Problem &p, regard::Watch watch) {
 }
 
 int64_t backward_scratch(const Problem &p) {
-  return p.compute == regard::F64 ? BackwardPartition<double>(p).bytes(p) : BackwardPartition<float>(p).bytes(p);
+  return p.compute == regard::F64 ? BackwardPartition<double, double>(p).bytes(p)
+                                  : BackwardPartition<float, float>(p).bytes(p);
 }
 
 template <class R> void backward_of(const Problem &p) {
-  if (p.family == regard::KL) return run_backward<R>(p, {prepare_kl<R>, backward_block_kl<R>});
+  if (p.family == regard::KL) return run_backward<R, R>(p, {prepare_kl<R>, backward_block_kl<R, R>});
   with_link<R>(p, [&](auto tag) {
-    run_backward<R>(p, {prepare_link<R>, backward_block_link<R, typename decltype(tag)::Link>});
+    run_backward<R, R>(p, {prepare_link<R>, backward_block_link<R, typename decltype(tag)::Link>});
   });
 }
 
@@ -81,7 +70,9 @@ bool backward(const Problem &p, regard::Watch watch) {
 template <class R> int64_t readout_scratch_as(const Problem &p) {
   return few_rows<R>(p) ? ReadoutPartition<R, 1>(p).bytes(p) : ReadoutPartition<R, 3>(p).bytes(p);
 }
-template <class R> void readout_of(const Problem &p) { few_rows<R>(p) ? run_readout<R, 1>(p) : run_readout<R, 3>(p); }
+template <class R> void readout_of(const Problem &p) {
+  few_rows<R>(p) ? run_readout<R, 1, R>(p) : run_readout<R, 3, R>(p);
+}
 
 int64_t readout_scratch(const Problem &p) {
   return p.compute == regard::F64 ? readout_scratch_as<double>(p) : readout_scratch_as<float>(p);

@@ -25,13 +25,14 @@ using regard::Problem;
 namespace regard {
 extern const Engine baseline;
 #ifdef REGARD_X86
-extern const Engine x86_64_v3, x86_64_v4;
+extern const Engine x86_64_v3, x86_64_v4, x86_64_v4_bf16;
 #endif
 }  // namespace regard
 
 static std::vector<const Engine *> found() {  // the engines that this machine can run, best first
   std::vector<const Engine *> engines;
 #ifdef REGARD_X86
+  if (regard::machine_has_x86_64_v4_bf16()) engines.push_back(&regard::x86_64_v4_bf16);
   if (regard::machine_has_x86_64_v4()) engines.push_back(&regard::x86_64_v4);
   if (regard::machine_has_x86_64_v3()) engines.push_back(&regard::x86_64_v3);
 #endif
@@ -116,6 +117,7 @@ NB_MODULE(_native, m) {
     for (const Engine *e : found()) names.push_back(e->name);
     return names;
   });
+  m.def("amx_bf16", regard::machine_has_amx_bf16);
   m.def("use", [](const std::string &name) {  // for tests
     for (const Engine *e : found())
       if (name == e->name) return void(engine = e);

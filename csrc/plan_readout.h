@@ -8,6 +8,7 @@
 // A task owns its rows and visits their keys in order, so threads never change a result.
 #pragma once
 #include "engine/arena.h"
+#include "engine/bf16_tiles.h"
 #include "engine/gate.h"
 #include "engine/partition.h"
 #include "engine/threads.h"
@@ -122,7 +123,8 @@ template <class R> struct Largest {
 
 template <class R, int NV> struct ReadoutPanels {
   static constexpr int64_t L = Simd<R>::N * NV, SIZE = READOUT_KEYS * L;
-  R *x, *gate, *bias, *spare, *k_spare, *qt;
+  R *x, *gate, *bias, *spare, *k_spare;
+  R *qt;                             // queries; bfloat16: the factors of the scores, and queries in pairs
   R *whole;                          // the weights of all keys that the rows may read, for chosen keys
   typename Largest<R>::Code *notes;  // of the largest weights of each row
   uint8_t *live;
@@ -134,13 +136,13 @@ template <class R, int NV> struct ReadoutPanels {
   ReadoutPanels(Arena &arena, const Problem &p) {
     R **panels[] = {&x, &gate, &bias, &spare};
     for (R **panel : panels) *panel = arena.take<R>(SIZE);
-    k_spare = arena.take<R>(READOUT_KEYS * p.D), qt = arena.take<R>(L * p.D);
+    k_spare = arena.take<R>(READOUT_KEYS * p.D), qt = arena.take<R>(L * (p.D + 2));
     whole = p.index ? arena.take<R>(span(p) * L) : nullptr;
     notes = p.picked_keys ? arena.take<typename Largest<R>::Code>(Largest<R>::room_for(p) * L) : nullptr;
     live = arena.take<uint8_t>(READOUT_KEYS);
   }
   static int64_t bytes(const Problem &p) {
-    const int64_t numbers = 4 * SIZE + (READOUT_KEYS + L) * p.D + (p.index ? span(p) * L : 0);
+    const int64_t numbers = 4 * SIZE + READOUT_KEYS * p.D + L * (p.D + 2) + (p.index ? span(p) * L : 0);
     const int64_t notes = p.picked_keys ? Largest<R>::room_for(p) * L : 0;
     return numbers * (int64_t)sizeof(R) + notes * (int64_t)sizeof(typename Largest<R>::Code) + READOUT_KEYS + 640;
   }
@@ -152,7 +154,7 @@ void read_weights(const Problem &p, const Rows<R, NV> &rows, int64_t keys, R *x,
                   const Vec<R> *rest, const Vec<R> *prior_offset) {
   using V = Vec<R>;
   constexpr int N = Simd<R>::N, L = N * NV;
-  const Link link(rows);
+  const Link link(p, rows);
   for (int64_t j = 0; j < keys; ++j)
     for (int n = 0; n < NV; ++n) {
       const int64_t at = j * L + n * N;
@@ -171,8 +173,8 @@ void read_weights(const Problem &p, const Rows<R, NV> &rows, int64_t keys, R *x,
 }
 
 // Call take(first, keys, p) for each block of keys that a block of rows may read. Lanes without a row may hold
-// anything.
-template <class R, int NV, class Take>
+// anything. T: the type of the keys in their products, R or Bf16 (bf16_tiles.h).
+template <class R, int NV, class T, class Take>
 void read_rows(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, ReadoutPanels<R, NV> &s, Take take) {
   constexpr int N = Simd<R>::N;
   Vec<R> peak[NV] = {}, rest[NV];
@@ -183,7 +185,12 @@ void read_rows(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, Re
     if (top == -INF<R>) continue;  // the row has no key
     peak[i / N][i % N] = top, rest[i / N][i % N] = p.family == regard::KL ? -h : h;
   }
-  rows.transpose(p.query, p.D, s.qt, [&](int i) { return rows.factor(p, terms, i); });
+  if constexpr (PAIRED<T>) {
+    for (int i = 0; i < rows.L; ++i) s.qt[i] = rows.factor(p, terms, i);
+    pair_lanes<NV>(rows, p.query, p.D, (Pair *)(s.qt + rows.L), (Bf16 *)s.k_spare);
+  } else {
+    rows.transpose(p.query, p.D, s.qt, [&](int i) { return rows.factor(p, terms, i); });
+  }
   Vec<R> prior_offset[NV] = {};
   Mask<R> prior_only = {};
   for (int n = 0; n < NV; ++n) prior_only |= peak[n] == INF<R>;
@@ -194,21 +201,29 @@ void read_rows(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, Re
     const Gate gate = fill_gate(p, terms, rows, first, keys, s.gate, s.bias, s.spare, s.live);
     if (gate == CLOSED) continue;
     int64_t stride;
-    const R *k = as_rows(p.key, rows.b, rows.kv, first, keys, p.D, s.k_spare, stride);
-    scores<R, NV, false>(s.qt, k, stride, p.D, keys, s.x);
-    if (gate == PARTLY || !terms.folded)
-      apply_bias_and_mask(p, terms, rows, keys, s.x, gate == PARTLY ? s.gate : nullptr, s.bias, (R *)nullptr,
+    if constexpr (PAIRED<T>) {
+      const Bf16 *k = rows_of_pairs(p.key, rows.b, rows.kv, first, keys, p.D, (Bf16 *)s.k_spare, stride);
+      pair_scores<NV, false>((const Pair *)(s.qt + rows.L), (const Vec<R> *)s.qt, k, stride, even(p.D), keys, s.x);
+    } else {
+      const R *k = as_rows(p.key, rows.b, rows.kv, first, keys, p.D, s.k_spare, stride);
+      scores<R, NV, false>(s.qt, k, stride, p.D, keys, s.x);
+    }
+    if (gate >= WEIGHTED || !terms.folded)
+      apply_bias_and_mask(p, terms, rows, keys, s.x, gate >= WEIGHTED ? s.gate : nullptr, s.bias, (R *)nullptr,
                           (R *)nullptr);
     const auto apply_link = [&](auto tag) {
       read_weights<R, NV, typename decltype(tag)::Link>(p, rows, keys, s.x, terms.prior ? s.gate : nullptr, peak, rest,
                                                         prior_offset);
     };
-    p.family == regard::KL ? apply_link(Tag<Exponential<R>>()) : with_link<R>(p, apply_link);
+    if constexpr (PAIRED<T>)
+      apply_link(Tag<Exponential<R>>());
+    else
+      p.family == regard::KL ? apply_link(Tag<Exponential<R>>()) : with_link<R>(p, apply_link);
     take(first, keys, s.x);
   }
 }
 
-template <class R, int NV>
+template <class R, int NV, class T>
 void read_largest(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, ReadoutPanels<R, NV> &s) {
   constexpr int N = Simd<R>::N, L = N * NV;
   const int64_t room = Largest<R>::room_for(p);
@@ -216,7 +231,7 @@ void read_largest(const Problem &p, const Terms &terms, const Rows<R, NV> &rows,
   for (int i = 0; i < rows.n; ++i) lists[i] = {s.notes + i * room, p.picks, room, 0};
   Vec<R> bound[NV] = {};                               // weights above it are candidates
   const uint64_t exist = ((uint64_t)1 << rows.n) - 1;  // there are at most 48 lanes
-  read_rows<R, NV>(p, terms, rows, s, [&](int64_t first, int64_t keys, const R *panel) {
+  read_rows<R, NV, T>(p, terms, rows, s, [&](int64_t first, int64_t keys, const R *panel) {
     for (int64_t j = 0; j < keys; ++j) {
       Mask<R> over[NV], some = {};
       for (int n = 0; n < NV; ++n)
@@ -236,13 +251,13 @@ void read_largest(const Problem &p, const Terms &terms, const Rows<R, NV> &rows,
   }
 }
 
-template <class R, int NV>
+template <class R, int NV, class T>
 void read_sums(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, ReadoutPanels<R, NV> &s) {
   constexpr int N = Simd<R>::N, L = N * NV;
   const int64_t down = (p.Tq + p.block - 1) / p.block, across = (p.Tk + p.block - 1) / p.block;
   int64_t owner[L];  // the block of queries that each row belongs to
   for (int i = 0; i < rows.n; ++i) owner[i] = (rows.b * p.H + rows.head[i]) * down + rows.query[i] / p.block;
-  read_rows<R, NV>(p, terms, rows, s, [&](int64_t first, int64_t keys, const R *panel) {
+  read_rows<R, NV, T>(p, terms, rows, s, [&](int64_t first, int64_t keys, const R *panel) {
     for (int64_t j = 0; j < keys;) {
       const int64_t column = (first + j) / p.block, to = min_of(keys, (column + 1) * p.block - first);
       Vec<R> sums[NV] = {};
@@ -258,11 +273,11 @@ void read_sums(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, Re
   });
 }
 
-template <class R, int NV>
+template <class R, int NV, class T>
 void read_chosen(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, ReadoutPanels<R, NV> &s) {
   constexpr int L = Simd<R>::N * NV;
   if (rows.hi > rows.lo) memset(s.whole, 0, (rows.hi - rows.lo) * L * sizeof(R));
-  read_rows<R, NV>(p, terms, rows, s, [&](int64_t first, int64_t keys, const R *panel) {
+  read_rows<R, NV, T>(p, terms, rows, s, [&](int64_t first, int64_t keys, const R *panel) {
     memcpy(s.whole + (first - rows.lo) * L, panel, keys * L * sizeof(R));
   });
   for (int i = 0; i < rows.n; ++i) {
@@ -290,7 +305,7 @@ template <class R, int NV> struct ReadoutPartition : WorkPartition<R, NV> {
   int64_t bytes(const Problem &p) const { return p.threads * thread_bytes(p) + 128; }
 };
 
-template <class R, int NV> void run_readout(const Problem &p) {
+template <class R, int NV, class T> void run_readout(const Problem &p) {
   const Terms terms(p);
   const ReadoutPartition<R, NV> partition(p);
   char *scratch = scratch_of(p);
@@ -304,11 +319,11 @@ template <class R, int NV> void run_readout(const Problem &p) {
     for (int64_t first = task * partition.task_rows; first < end; first += partition.L) {
       partition.place(p, rows, unit, first, min_of(partition.L, end - first));
       if (p.picked_keys)
-        read_largest(p, terms, rows, panels);
+        read_largest<R, NV, T>(p, terms, rows, panels);
       else if (p.index)
-        read_chosen(p, terms, rows, panels);
+        read_chosen<R, NV, T>(p, terms, rows, panels);
       else
-        read_sums(p, terms, rows, panels);
+        read_sums<R, NV, T>(p, terms, rows, panels);
     }
   });
 }

@@ -2,21 +2,21 @@
 //
 // For a block of keys and a block of rows, `fill_gate` computes the gate: the log-prior in base 2 of each pair, or -inf
 // where the row may not read the key. It reports CLOSED where no row may read any of the keys, so that the block is
-// skipped, and OPEN where the gate is 0 everywhere, so that it need not be added. `apply_bias_and_mask` then turns the
-// panel of raw products into exponents x (rows.h). Keys that no row reads may hold anything, NaN included. `live` marks
-// the keys that some row reads, and products with values go over runs of these only (`for_each_live_run`), because 0 *
-// NaN is NaN.
+// skipped, OPEN where the gate is 0 everywhere, so that it need not be added, and WEIGHTED where it masks no pair, so
+// that no weight needs a check for 0. `apply_bias_and_mask` then turns the panel of raw products into exponents x
+// (rows.h). Keys that no row reads may hold anything, NaN included. `live` marks the keys that some row reads, and
+// products with values go over runs of these only (`for_each_live_run`), because 0 * NaN is NaN.
 #pragma once
 #include "engine/prior_terms.h"
 #include "engine/rows.h"
 
 namespace {
 
-enum Gate { CLOSED, OPEN, PARTLY };
+enum Gate { CLOSED, OPEN, WEIGHTED, PARTLY };
 
 // Fill gate[j][lane] for keys first ... first + keys - 1. `bias` receives the additive float mask, if there is one, and
-// `spare` is overwritten. CLOSED, OPEN: see above; the gate was not written. PARTLY: it was, and live[j] is set where
-// some row reads key j. (Where only the band is given, every key of [lo, hi) is read by some row.)
+// `spare` is overwritten. CLOSED, OPEN: see above; the gate was not written. WEIGHTED, PARTLY: it was, and live[j] is
+// set where some row reads key j. (Where only the band is given, every key of [lo, hi) is read by some row.)
 template <class R, int NV>
 Gate fill_gate(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, int64_t first, int64_t keys, R *gate,
                R *bias, R *spare, uint8_t *live) {
@@ -46,7 +46,11 @@ Gate fill_gate(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, in
 
   using I = typename Simd<R>::I;
   const I right = (I)min_of(p.right, (int64_t)1 << 30), left = (I)min_of(p.left, (int64_t)1 << 30);
-  for (int64_t j = 0; j < keys; ++j)
+  const bool structured = p.relative || p.query_factor || p.decay_query;
+  const bool others = edge || masked || p.slopes || structured;
+  const bool fresh = !edge && !p.slopes && structured;   // a structured term fills the gate
+  const bool filled = fresh || (p.function && !others);  // or a function alone does
+  for (int64_t j = 0; j < keys && !filled; ++j)
     for (int n = 0; n < NV; ++n) {
       const M distance = (I)(first + j) - rows.position[n];
       V x = {};
@@ -54,9 +58,9 @@ Gate fill_gate(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, in
       if (edge) x = ((distance > right) | (distance < -left)) ? broadcast(-INF<R>) : x;
       store(gate + j * L + n * N, x);
     }
-  if (p.relative) add_relative(p, rows, first, keys, gate);
-  if (p.query_factor) add_low_rank(p, rows, first, keys, gate, spare);
-  if (p.decay_query) add_decay(p, rows, first, keys, gate);
+  if (p.relative) add_relative(p, rows, first, keys, gate, fresh);
+  if (p.query_factor) add_low_rank(p, rows, first, keys, gate, spare, fresh && !p.relative);
+  if (p.decay_query) add_decay(p, rows, first, keys, gate, fresh && !p.relative && !p.query_factor);
   for (int t = 0; t < terms.n_priors; ++t) {
     rows.fill(*terms.priors[t], first, keys, spare);
     for (int64_t at = 0; at < keys * L; at += N) {
@@ -89,10 +93,15 @@ Gate fill_gate(const Problem &p, const Terms &terms, const Rows<R, NV> &rows, in
   }
   if (tiles) mask_by_tiles(p, rows, first, keys, gate);
   if (p.selected) mask_unselected(p, rows, first, keys, gate);
+  if (p.function) {
+    add_function(p, rows, first, keys, gate, live, !others);
+    if (terms.density) add_density(p, rows, first, keys, gate, spare);
+    return memchr(live, 1, keys) ? PARTLY : CLOSED;
+  }
   if (!masked) {
     memset(live, 1, keys);
     if (terms.density) add_density(p, rows, first, keys, gate, spare);
-    return PARTLY;
+    return edge || terms.density ? PARTLY : WEIGHTED;
   }
   bool open = false;
   for (int64_t j = 0; j < keys; ++j) {

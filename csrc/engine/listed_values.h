@@ -39,6 +39,8 @@ void sum_listed_values(const R *p, const R *w, const int32_t *index, int64_t ste
   int64_t d = 0;
   for (; d + U * N <= Dv; d += U * N)
     sum_listed_part<R, BASELINE, U>(p, w, index, step, n, v + d, stride, d ? 0 : Dv, to + d, baseline + d);
+  for (; d + 4 * N <= Dv && U > 4; d += 4 * N)
+    sum_listed_part<R, BASELINE, 4>(p, w, index, step, n, v + d, stride, d ? 0 : Dv, to + d, baseline + d);
   for (; d + N <= Dv; d += N)
     sum_listed_part<R, BASELINE, 1>(p, w, index, step, n, v + d, stride, d ? 0 : Dv, to + d, baseline + d);
   for (; d < Dv; ++d) {

@@ -26,7 +26,7 @@ const R *padded_rows(const R *from, int64_t stride, int64_t keys, int64_t D, R *
 // The factor from p (u - b) to its part of dL/dalpha: beta^2 (1 - 1/y - log y).
 template <class R, class Link> INLINE Vec<R> alpha_factor(const Link &link, Vec<R> d, int n) {
   using V = Vec<R>;
-  if constexpr (Link::PRICED) {
+  if constexpr (Link::PRICED && !Link::COMPILED) {
     const V safe = d > (R)1e-30 - Link::ORIGIN ? d : broadcast((R)1 - Link::ORIGIN), beta = link.beta(n);
     return beta * beta * (Link::ORIGIN ? safe / (safe + (R)1) - vlog1p(safe) : (R)1 - (R)1 / safe - vlog(safe));
   } else {
@@ -141,8 +141,8 @@ template <class R, class Link> struct Pairs {
 
 // Whether a call requests sums over rows, keys or pairs, besides the gradients of queries, keys and values.
 inline bool sums_requested(const Problem &p) {
-  return p.row_g || p.row_gp || p.row_gs || p.row_gd || p.row_ga || p.key_g || p.key_ds || p.dense_g || p.dense_ds ||
-         p.key_mass || PriorGradients(p).some;
+  return p.row_g || p.row_gp || p.row_gs || p.row_gd || p.row_ga || p.row_gl || p.key_g || p.key_ds || p.dense_g ||
+         p.dense_ds || p.key_mass || PriorGradients(p).some;
 }
 
 template <class R, class Link>

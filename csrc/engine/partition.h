@@ -32,4 +32,16 @@ template <class R, int NV> struct WorkPartition {
   }
 };
 
+// Vectors in a block of rows of the forward pass of KL: three, or fewer where the rows do not fill them. Decoding (one
+// vector) takes rows by fours, so a vector must hold four.
+template <class R> int row_vectors(const Problem &p) {
+  constexpr int64_t N = Simd<R>::N;
+  const int64_t group = p.H / p.Hkv, rows = group > 1 && p.Tq < 16 ? group * p.Tq : p.Tq;
+  if (rows <= N && N >= 4) return 1;
+  return rows <= 2 * N || (rows > 3 * N && rows <= 4 * N) ? 2 : 3;
+}
+
+// Links and readouts have blocks of one vector or of three.
+template <class R> bool few_rows(const Problem &p) { return p.Tq * (p.H / p.Hkv) <= Simd<R>::N; }
+
 }  // namespace

@@ -10,7 +10,7 @@
 namespace regard {
 
 enum Type : int64_t { F32 = 0, F64 = 1, BF16 = 2, F16 = 3, I64 = 4, BOOL = 5 };
-enum Family : int64_t { KL = 0, TSALLIS = 1, FERMI_DIRAC = 2 };
+enum Family : int64_t { KL = 0, TSALLIS = 1, FERMI_DIRAC = 2, COMPILED = 3 };
 enum Marginal : int64_t { ROWS = 0, SINK = 1, RELAX = 2, FREE = 3 };
 
 struct Tensor {
@@ -18,7 +18,8 @@ struct Tensor {
   explicit operator bool() const { return data != 0; }
 };
 
-constexpr int PRIORS = 4;  // log-priors that one problem may multiply
+constexpr int PRIORS = 4;           // log-priors that one problem may multiply
+constexpr int LINK_PARAMETERS = 4;  // parameters that the link of a regularizer may have, as tensors
 
 // clang-format off
 #define REGARD_FIELDS(INT, REAL, TENSOR)                                                                               \
@@ -44,6 +45,12 @@ constexpr int PRIORS = 4;  // log-priors that one problem may multiply
   TENSOR(density) REAL(density_least)           /* a density counts as at least so much; 0 in a forward pass */        \
   TENSOR(selected) INT(selections) INT(selected_block)  /* int64 [B|1, H|1, Tq, selections], in increasing order */    \
   TENSOR(tile_map) INT(tiles)                   /* int64: numbers of tiles, and their bits [n, 64] */                  \
+  /* A regularizer compiled from formulas (links/compiled_link.h): the addresses of its functions, the range of t in */\
+  /* which its link is positive and finite, the link's supremum, and its parameters */                                 \
+  INT(link) INT(link_divergence) INT(link_derivatives)                                                                 \
+  REAL(link_lower) REAL(link_upper) REAL(link_ceiling) INT(link_full_support) INT(link_parameters)                     \
+  TENSOR(link_parameter0) TENSOR(link_parameter1) TENSOR(link_parameter2) TENSOR(link_parameter3)                      \
+  INT(function) INT(captured)                   /* a compiled function (prior_terms.h) and the tensors that it reads */\
   /* Forward: results */                                                                                               \
   INT(out) INT(lse) INT(dual) INT(free_energy) INT(entropy) INT(kl) INT(max_scores) INT(max_weight)                    \
   INT(score_variance) INT(collision) INT(support) INT(first_key_mass) INT(mass_sent) INT(cost) INT(spread)             \
@@ -63,12 +70,15 @@ constexpr int PRIORS = 4;  // log-priors that one problem may multiply
   INT(row_g) INT(row_gs) INT(row_gd)            /* the same shape: sums over keys of G, G (s - dual), G |distance| */  \
   INT(row_ps) INT(row_pd)                       /* and, for centring, of p (s - dual) and p |distance|; */             \
   INT(row_gp) INT(row_ga)                       /* of dL/dlog(pi), which is G for KL; of dL/dalpha */                  \
+  INT(row_gl)                                   /* [chunks, link_parameters, B, H, Tq]: of dL/d(link parameter) */     \
   INT(key_g) INT(key_ds)                        /* [B, H, Tk]: sums over queries of dL/dlog(pi) and dL/ds, zeroed */   \
   TENSOR(dense_g) TENSOR(dense_ds)              /* the same per pair, in the shape of the user's [B|1, H|1, Tq, Tk], */\
                                                 /* zeroed; broadcast dimensions are summed */                          \
   INT(relative_g)                               /* float64 [chunks, B, H, 2 reach + 1], zeroed: G by distance */       \
   INT(d_query_factor)                           /* [chunks, B, H, Tq, rank], zeroed */                                 \
   INT(d_key_factor)                             /* [B, H, Tk, rank], zeroed */                                         \
+  INT(function_gradient) INT(captured_g)        /* a compiled function, and its float64 sums (prior_gradients.h) */   \
+  INT(captured_shared)                          /* whether batch entries and heads have their sums in common */        \
   INT(key_mass)                                 /* [B, H, Tk]: sums over queries of p */                               \
   /* Readout of the plan, from saved_peak and saved_rest; one of three: */                                             \
   INT(picks) INT(picked_weights) INT(picked_keys)  /* [B, H, Tq, picks]: the largest weights of a row, their keys */   \

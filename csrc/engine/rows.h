@@ -3,8 +3,8 @@
 // `Rows` holds what depends on the row alone: which head and query it is, its temperature and other parameters, and the
 // band of keys that it may read. gate.h turns raw products <q, k> into exponents x with these:
 //   KL:     x = (s/tau + log pi) log2(e): in base 2, the prior included
-//   others: x = c s, with c = (alpha - 1)/tau (Tsallis) or log2(e)/tau (Fermi-Dirac); the prior is kept apart, as its
-//           logarithm in base 2
+//   others: x = c s, with c = (alpha - 1)/tau (Tsallis), log2(e)/tau (Fermi-Dirac) or 1/tau (compiled links); the
+//           prior is kept apart, as its logarithm in base 2
 // x is -inf where a key is masked. Where no bias, softcap or (KL) prior is given, scale and c are multiplied into the
 // query instead (`Terms::folded`), and the raw product is x.
 #pragma once
@@ -29,7 +29,7 @@ struct Terms {
         capped(p.softcap != 0),
         density(p.density),
         n_priors(0) {
-    prior = p.slopes || p.relative || p.query_factor || p.decay_query || p.density;
+    prior = p.slopes || p.relative || p.query_factor || p.decay_query || p.density || p.function;
     const Tensor *given[] = {&p.prior0, &p.prior1, &p.prior2, &p.prior3};
     for (const Tensor *t : given)
       if (*t) priors[n_priors++] = t, prior = true;
@@ -45,18 +45,28 @@ template <class R, int NV> struct Rows {
   using V = Vec<R>;
   using M = Mask<R>;
 
-  V c[NV];                               // the factor from scores to x, see above
-  V slope[NV];                           // of ALiBi, times log2(e)
-  M position[NV];                        // of the query among the keys
-  M hash[NV];                            // of (dropout key, query), for dropout; only the low 32 bits are used
-  R temperature[L], level[L], power[L];  // level: the parameter of the marginal; power: Tsallis' alpha - 1
-  int n;                                 // rows that exist; the lanes beyond repeat the last row
-  bool consecutive;                      // whether the rows are consecutive queries of one head
+  V c[NV];                                   // the factor from scores to x, see above
+  V slope[NV];                               // of ALiBi, times log2(e)
+  M position[NV];                            // of the query among the keys
+  M hash[NV];                                // of (dropout key, query), for dropout; only the low 32 bits are used
+  R temperature[L], level[L], power[L];      // level: the parameter of the marginal; power: Tsallis' alpha - 1
+  R parameters[regard::LINK_PARAMETERS][L];  // of a compiled link
+  int n;                                     // rows that exist; the lanes beyond repeat the last row
+  bool consecutive;                          // whether the rows are consecutive queries of one head
   int64_t b, kv, head[L], query[L], document[L], least_document, most_document;
   int64_t lo, hi;          // the range of keys that some row may read by its band
   int64_t all_lo, all_hi;  // the range of keys that every row may read by its band
 
   int64_t at(const Tensor &t, int lane) const { return t.s0 * b + t.s1 * head[lane] + t.s2 * query[lane]; }
+  // The position of each row among the keys, as compiled functions take it.
+  struct Positions {
+    int64_t at[L];
+  };
+  Positions positions(const Problem &p) const {
+    Positions found;
+    for (int i = 0; i < L; ++i) found.at[i] = query[i] + p.offset;
+    return found;
+  }
   // The index of a row in a contiguous [B, H, Tq].
   int64_t flat(const Problem &p, int lane) const { return (b * p.H + head[lane]) * p.Tq + query[lane]; }
 
@@ -74,12 +84,16 @@ template <class R, int NV> struct Rows {
                                      : (R)p.temperature_value;
       level[i] = p.level ? element<R>(p.level.data, p.level.type, at(p.level, i)) : (R)p.level_value;
       power[i] = p.alpha ? element<R>(p.alpha.data, p.alpha.type, at(p.alpha, i)) - 1 : (R)(p.alpha_value - 1);
-      c[i / N][i % N] = (p.family == regard::TSALLIS ? power[i] : (R)LOG2E) / temperature[i];
+      const R unit = p.family == regard::TSALLIS ? power[i] : p.family == regard::COMPILED ? (R)1 : (R)LOG2E;
+      c[i / N][i % N] = unit / temperature[i];
       slope[i / N][i % N] = p.slopes ? (R)LOG2E * element<R>(p.slopes.data, p.slopes.type, at(p.slopes, i)) : 0;
       const int64_t where = query[i] + p.offset;
       position[i / N][i % N] = (typename Simd<R>::I)where;
       low = min_of(low, where), high = max_of(high, where);
     }
+    const Tensor *given[] = {&p.link_parameter0, &p.link_parameter1, &p.link_parameter2, &p.link_parameter3};
+    for (int64_t m = 0; m < p.link_parameters; ++m)
+      for (int i = 0; i < L; ++i) parameters[m][i] = element<R>(given[m]->data, given[m]->type, at(*given[m], i));
     lo = max_of(low - p.left, (int64_t)0), hi = min_of(high + p.right + 1, p.Tk);
     if (p.left + p.right < 0) hi = lo;  // an empty band
     all_lo = high - p.left, all_hi = low + p.right + 1;

@@ -13,6 +13,8 @@ inline int64_t longest_selection(const Problem &p) { return p.selections * p.sel
 
 inline bool lists_selection(const Problem &p) {
   if (!p.selected) return false;
+  // Parameters of compiled links are differentiated by tiles. Lists leave out keys of slope 0, as at a ceiling.
+  if (p.family == regard::COMPILED && (p.row_gl || p.link_ceiling < 1e300)) return false;
   const Terms terms(p);
   const bool plain = terms.folded && !(terms.prior || terms.mask || terms.documents || p.tile_map);
   return plain && p.Tq >= 16 && 3 * longest_selection(p) <= p.Tk;
@@ -25,11 +27,31 @@ int64_t selected_keys(const Problem &p, const Rows<R, NV> &rows, int lane, int32
   const int64_t where = rows.query[lane] + p.offset;
   const int64_t low = max_of((int64_t)0, where - p.left), high = min_of(p.Tk, where + p.right + 1);
   int64_t n = 0;
-  for (int64_t at = 0; at < p.selections; ++at) {
-    const int64_t block = index[at * p.selected.s3];
-    if (block >= p.Tk) break;  // nothing more was selected
+  const auto add = [&](int64_t block) {
     const int64_t from = max_of(low, block * p.selected_block), end = min_of(high, (block + 1) * p.selected_block);
     for (int64_t key = from; key < end; ++key) to[n++ * step] = (int32_t)key;
+  };
+  bool ascending = true;
+  for (int64_t at = 1; at < p.selections; ++at)
+    ascending &= index[at * p.selected.s3] > index[(at - 1) * p.selected.s3];
+  if (ascending) {
+    for (int64_t at = 0; at < p.selections; ++at)
+      if (index[at * p.selected.s3] >= 0) add(index[at * p.selected.s3]);
+    return n;
+  }
+  // One bit for each block sorts them and drops repetitions. WORDS words at a time, so that they fit the stack.
+  constexpr int64_t WORDS = 1024;
+  const int64_t blocks = (p.Tk + p.selected_block - 1) / p.selected_block;
+  for (int64_t first = 0; first < blocks; first += WORDS * 64) {
+    uint64_t bits[WORDS];
+    const int64_t words = min_of(WORDS, (blocks - first + 63) / 64);
+    memset(bits, 0, words * 8);
+    for (int64_t at = 0; at < p.selections; ++at) {
+      const int64_t block = index[at * p.selected.s3] - first;
+      if (block >= 0 && block < words * 64) bits[block / 64] |= (uint64_t)1 << (block % 64);
+    }
+    for (int64_t word = 0; word < words; ++word)
+      for (uint64_t rest = bits[word]; rest; rest &= rest - 1) add(first + word * 64 + __builtin_ctzll(rest));
   }
   return n;
 }

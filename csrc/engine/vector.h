@@ -157,4 +157,10 @@ template <class R> INLINE void add_lanes(const Vec<R> (&x)[4], R *to) {
   }
 }
 
+template <class R> INLINE R sum_of_lanes(Vec<R> x) {
+  R sum = 0;
+  for (int n = 0; n < Simd<R>::N; ++n) sum += x[n];
+  return sum;
+}
+
 }  // namespace

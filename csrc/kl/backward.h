@@ -53,32 +53,66 @@ template <class R> void prepare_kl(const Problem &p, BackwardRows<R> &r) {
   }
 }
 
+// The products with the weights and with G, both rounded: dV += P^T dO, dK += G^T Q, dQ += G K.
+inline void add_pair_products(const Problem &p, const BackwardRows<float> &r, int64_t keys, const uint8_t *live,
+                              const float *weights, float *dk, float *dv, BackwardPanels<float> &s) {
+  constexpr int NV = 3, N = Simd<float>::N, L = N * NV;
+  PairPanels &to = s.pairs;
+  if (p.dv && p.grad_out) {
+    for (int64_t at = 0; at < keys * L; at += N) store_rounded(to.p_rows + at, load(weights + at));
+    pair_scatter<L>(to.p_rows, (const Pair *)r.d_out, padded<float>(p.Dv), keys, dv);
+  }
+  if (!(p.dq || p.dk)) return;
+  for (int64_t j = 0; j < keys; ++j)
+    for (int n = 0; n < NV; ++n) {
+      const int64_t at = j * L + n * N;
+      const Vec<float> g = load(s.u + at) * (r.inverse_tau[n] * (float)p.scale);
+      store(s.u + at, g);
+      store_rounded(to.g_rows + at, g);
+    }
+  if (p.dk) pair_scatter<L>(to.g_rows, (const Pair *)r.q, padded<float>(p.D), keys, dk);
+  if (p.dq) {
+    const int64_t odd = to.skip % 2;
+    pair_keys<NV>(s.u, odd, keys, to.g, nullptr);
+    const Pair *k = admit(to.k + to.skip / 2 * p.D, p.D, odd, keys, live, to.k_admitted);
+    pair_gather<NV>(to.g, k, p.D, (odd + keys + 1) / 2, p.D, r.dqt);
+  }
+}
+
 // One block of keys for one block of rows.
-template <class R>
+template <class R, class T>
 void backward_block_kl(const Problem &p, const Terms &terms, BackwardRows<R> &r, int64_t first, int64_t keys,
-                       const R *k, int64_t k_stride, const R *v, int64_t v_stride, R *dk, R *dv, BackwardPanels<R> &s) {
+                       const T *k, int64_t k_stride, const T *v, int64_t v_stride, R *dk, R *dv, BackwardPanels<R> &s) {
   constexpr int NV = 3, N = Simd<R>::N, L = N * NV;
   using V = Vec<R>;
   const Rows<R, NV> &rows = r.rows;
-  if (r.keys) {
-    const Exponential<R> link(rows);
-    const Pairs<R, Exponential<R>> pairs =
-        pairs_of<R>(p, link, r, first, keys, k, k_stride, v, v_stride, dk, dv, s, sums_requested(p));
-    for (int i = 0; i < rows.n; ++i) pairs.add_listed_pairs(i, first + keys);
-    return;
-  }
+  if constexpr (!PAIRED<T>)
+    if (r.keys) {
+      const Exponential<R> link(p, rows);
+      const Pairs<R, Exponential<R>> pairs =
+          pairs_of<R>(p, link, r, first, keys, k, k_stride, v, v_stride, dk, dv, s, sums_requested(p));
+      for (int i = 0; i < rows.n; ++i) pairs.add_listed_pairs(i, first + keys);
+      return;
+    }
   const Gate gate = fill_gate(p, terms, rows, first, keys, s.gate, s.bias, s.spare, s.live);
   if (gate == CLOSED) return;
   const uint8_t *live = gate == PARTLY ? s.live : nullptr;
   const bool scored = p.row_gs && !terms.folded;
-  scores<R, NV, false>(r.qt, k, k_stride, p.D, keys, s.x);
-  if (gate == PARTLY || !terms.folded)
-    apply_bias_and_mask(p, terms, rows, keys, s.x, gate == PARTLY ? s.gate : nullptr, s.bias,
-                        scored ? s.score : nullptr, terms.capped ? s.slope : nullptr);
-  if (p.grad_out)
-    scores<R, NV, false>(r.d_out_t, v, v_stride, p.Dv, keys, s.u);
+  if constexpr (PAIRED<T>)
+    pair_scores<NV, false>((const Pair *)r.qt, r.score_factor, k, k_stride, even(p.D), keys, s.x);
   else
+    scores<R, NV, false>(r.qt, k, k_stride, p.D, keys, s.x);
+  if (gate != OPEN || !terms.folded)
+    apply_bias_and_mask(p, terms, rows, keys, s.x, gate != OPEN ? s.gate : nullptr, s.bias, scored ? s.score : nullptr,
+                        terms.capped ? s.slope : nullptr);
+  if (!p.grad_out) {
     memset(s.u, 0, keys * L * sizeof(R));
+  } else if constexpr (PAIRED<T>) {
+    const V one[NV] = {broadcast((R)1), broadcast((R)1), broadcast((R)1)};
+    pair_scores<NV, false>((const Pair *)r.d_out_t, one, v, v_stride, even(p.Dv), keys, s.u);
+  } else {
+    scores<R, NV, false>(r.d_out_t, v, v_stride, p.Dv, keys, s.u);
+  }
   const R *weights = s.x;  // the weights in dV: p, after dropout if there is any
   for (int n = 0; n < NV; ++n) {
     const V peak = r.peak[n], rest = r.rest[n], a = r.a[n], b = r.b[n];
@@ -121,7 +155,8 @@ void backward_block_kl(const Problem &p, const Terms &terms, BackwardRows<R> &r,
   if (sums_requested(p)) {
     using I = typename Simd<R>::I;
     for (int64_t j = 0; j < keys; ++j) {
-      R key_g = 0, key_ds = 0, key_mass = 0;
+      V key_g = {}, key_ds = {};
+      R key_mass = 0;
       for (int n = 0; n < NV; ++n) {
         const int64_t at = j * L + n * N;
         const V g = load(s.u + at), ds = g * r.inverse_tau[n];
@@ -135,19 +170,17 @@ void backward_block_kl(const Problem &p, const Terms &terms, BackwardRows<R> &r,
           const V away = __builtin_convertvector(distance < 0 ? -distance : distance, V);
           r.sum_gd[n] += g * away, r.sum_pd[n] += load(s.x + at) * away;
         }
-        for (int i = 0; i < N; ++i) {
-          key_g += g[i], key_ds += ds[i];
-          if (p.key_mass && n * N + i < rows.n) key_mass += s.x[at + i];
-        }
-        for (int i = 0; i < N && n * N + i < rows.n; ++i) {
+        key_g += g, key_ds += ds;
+        for (int i = 0; i < N && p.key_mass && n * N + i < rows.n; ++i) key_mass += s.x[at + i];
+        for (int i = 0; i < N && (p.dense_g || p.dense_ds) && n * N + i < rows.n; ++i) {
           const int row = n * N + i;
           if (p.dense_g) ((R *)p.dense_g.data)[rows.at(p.dense_g, row) + (first + j) * p.dense_g.s3] += g[i];
           if (p.dense_ds) ((R *)p.dense_ds.data)[rows.at(p.dense_ds, row) + (first + j) * p.dense_ds.s3] += ds[i];
         }
       }
       const int64_t at = (rows.b * p.H + rows.head[0]) * p.Tk + first + j;
-      if (p.key_g) ((R *)p.key_g)[at] += key_g;
-      if (p.key_ds) ((R *)p.key_ds)[at] += key_ds;
+      if (p.key_g) ((R *)p.key_g)[at] += sum_of_lanes<R>(key_g);
+      if (p.key_ds) ((R *)p.key_ds)[at] += sum_of_lanes<R>(key_ds);
       if (p.key_mass) ((R *)p.key_mass)[at] += key_mass;
     }
   }
@@ -155,17 +188,21 @@ void backward_block_kl(const Problem &p, const Terms &terms, BackwardRows<R> &r,
   if (PriorGradients(p).some) add_prior_gradients(p, rows, r.chunk, first, keys, s.u);
   if (terms.density) clear_silent_keys(p, r, first, keys, s);
 
-  if (p.dv && p.grad_out) scatter<R, L>(weights, r.d_out, padded<R>(p.Dv), keys, dv);
-  if (!(p.dq || p.dk)) return;
-  if (terms.capped)
+  if constexpr (!PAIRED<T>)
+    if (p.dv && p.grad_out) scatter<R, L>(weights, r.d_out, padded<R>(p.Dv), keys, dv);
+  if (terms.capped && (p.dq || p.dk))
     for (int64_t at = 0; at < keys * L; at += N) store(s.u + at, load(s.u + at) * load(s.slope + at));
-  if (live && terms.capped)
+  if (live && terms.capped && (p.dq || p.dk))
     for (int64_t at = 0; at < keys * L; at += N) store(s.u + at, load(s.x + at) == 0 ? V{} : load(s.u + at));
-  if (p.dk) scatter<R, L>(s.u, r.q, padded<R>(p.D), keys, dk);
-  if (p.dq)
-    for_each_live_run(live, keys, [&](int64_t from, int64_t to) {
-      gather<R, NV>(s.u + from * L, k + from * k_stride, k_stride, to - from, p.D, r.dqt);
-    });
+  if constexpr (PAIRED<T>) {
+    add_pair_products(p, r, keys, live, weights, dk, dv, s);
+  } else {
+    if (p.dk) scatter<R, L>(s.u, r.q, padded<R>(p.D), keys, dk);
+    if (p.dq)
+      for_each_live_run(live, keys, [&](int64_t from, int64_t to) {
+        gather<R, NV>(s.u + from * L, k + from * k_stride, k_stride, to - from, p.D, r.dqt);
+      });
+  }
 }
 
 }  // namespace

@@ -8,9 +8,9 @@ namespace {
 
 template <class R> struct Exponential {
   using V = Vec<R>;
-  static constexpr bool PRICED = false;  // the dual is in closed form
+  static constexpr bool PRICED = false, COMPILED = false;  // the dual is in closed form
   static constexpr R ORIGIN = 0;
-  template <int NV> Exponential(const Rows<R, NV> &) {}
+  template <int NV> Exponential(const Problem &, const Rows<R, NV> &) {}
   INLINE Exponential of_row(int, int) const { return *this; }
   INLINE void at(int, V d, V &p, V &w) const { p = w = exp2_bounded(d); }
   INLINE void times_prior(int n, V d, V, V &p, V &w) const { at(n, d, p, w); }

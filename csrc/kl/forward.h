@@ -9,54 +9,48 @@
 //   At the end each row turns its sums into output, dual and statistics (results.h).
 // Decoding has few rows and many keys. There, query heads that share a key head are rows of one block, and the keys are
 // split into parts. The number of parts depends on the shape alone and they are merged in order, so threads never
-// change a result. Rows that fit one vector (NV = 1) take their products from decode.h, and O is in rows: [L][Dv].
+// change a result. Both products are in forward_products.h, for rows that fit one vector, for bfloat16 and for the rest.
 #pragma once
 #include "engine/arena.h"
 #include "engine/gate.h"
 #include "engine/partition.h"
 #include "engine/threads.h"
-#include "engine/tiles.h"
-#include "kl/decode.h"
+#include "kl/forward_products.h"
 #include "kl/results.h"
 #include "kl/running_sums.h"
 
 namespace {
 
-// Keys per block. For few rows (NV = 1) their values, 4 KiB at D = 64, stay in the first-level cache until they are
-// used. Measured with keys in memory: float32 with 32 keys instead of 16 is a tenth slower.
-template <int NV> constexpr int64_t KEY_BLOCK = NV == 1 ? 32 : 96;
-template <int NV, class T> constexpr int64_t KEY_STEP = NV == 1 && sizeof(T) > 2 ? 16 : KEY_BLOCK<NV>;
 // How far x may exceed the reference m before the sums are rescaled to a new one. Rescaling is a pass over O. Without
 // slack it would happen in most blocks of keys, because one of the L rows mostly finds a larger score.
 constexpr int SLACK = 4;
 constexpr int64_t ROW_BLOCKS = 4;  // blocks of rows that share a block of keys while it is in the cache
 
-// The panels of one thread.
-template <class R, int NV> struct Panels {
-  static constexpr int64_t SIZE = KEY_BLOCK<NV> * Simd<R>::N * NV;
-  R *x, *gate, *bias, *score, *spare;
-  uint8_t *live;
-  explicit Panels(Arena &arena)
-      : x(arena.take<R>(SIZE)),
-        gate(arena.take<R>(SIZE)),
-        bias(arena.take<R>(SIZE)),
-        score(arena.take<R>(SIZE)),
-        spare(arena.take<R>(SIZE)),
-        live(arena.take<uint8_t>(KEY_BLOCK<NV>)) {}
-  // Panels for lists of `n` keys, which have no prior.
-  Panels(Arena &arena, int64_t n)
-      : x(arena.take<R>(n * Simd<R>::N * NV)),
-        gate(arena.take<R>(n * Simd<R>::N * NV)),
-        bias(nullptr),
-        score(nullptr),
-        spare(nullptr),
-        live(nullptr) {}
+// Where weights are stored: in place of x, or rounded and in pairs of keys (bf16_tiles.h).
+template <class R, int L> struct InPlace {
+  R *x;
+  template <int U> INLINE void put(int64_t j, const Vec<R> (&p)[U]) {
+#pragma GCC unroll 8
+    for (int u = 0; u < U; ++u) store(x + (j + u) * L, p[u]);
+  }
+  template <int NV> void add_to(RunningSums<R, NV> &, int) const {}
+};
+template <int L> struct InPairs {
+  Pair *pairs;
+  Vec<float> used = {};
+  template <int U> INLINE void put(int64_t j, const Vec<float> (&p)[U]) {  // j is even
+    const PairVec both = round_pairs(p[0], U > 1 ? p[U - 1] : Vec<float>{});
+    store_pairs(pairs + j / 2 * L, both);
+    used = add_pairs(used, both);
+  }
+  template <int NV> void add_to(RunningSums<float, NV> &sums, int n) const { sums.used[n] += used; }
 };
 
-// x -> p in place, for one vector of rows. The sums of a block are computed on their own and then added, which makes
-// the chains of rounding errors shorter.
-template <class R, int NV, bool MOMENTS, bool ZERO>
-__attribute__((noinline)) void exponentiate(RunningSums<R, NV> &sums, int n, Vec<R> safe, int64_t keys, R *x) {
+// x -> p for one vector of rows. The sums of a block are computed on their own and then added, which makes the chains of
+// rounding errors shorter.
+template <class R, int NV, bool MOMENTS, bool ZERO, class Place>
+__attribute__((noinline)) void exponentiate(RunningSums<R, NV> &sums, int n, Vec<R> safe, int64_t keys, const R *x,
+                                            Place place) {
   using V = Vec<R>;
   constexpr int N = Simd<R>::N, L = N * NV;
   V l = {}, e1 = {}, e2 = {};
@@ -66,9 +60,9 @@ __attribute__((noinline)) void exponentiate(RunningSums<R, NV> &sums, int n, Vec
 #pragma GCC unroll 8
     for (int u = 0; u < U; ++u) t[u] = vmax(broadcast(FLOOR<R, ZERO>), load(x + (j + u) * L + n * N) - safe);
     vexp2<ZERO>(t, p);
+    place.put(j, p);
 #pragma GCC unroll 8
     for (int u = 0; u < U; ++u) {
-      store(x + (j + u) * L + n * N, p[u]);
       l += p[u];
       if (MOMENTS) {
         const V pt = p[u] * t[u];
@@ -82,6 +76,7 @@ __attribute__((noinline)) void exponentiate(RunningSums<R, NV> &sums, int n, Vec
   for (; j < keys; ++j) some(j, Constant<1>());
   sums.l[n] += l;
   if (MOMENTS) sums.e1[n] += e1, sums.e2[n] += e2;
+  place.add_to(sums, n);
 }
 
 // Add `keys` rows of the panel x to the sums, and turn x into weights. Row j is key first + j or, if `index` is given, a
@@ -122,12 +117,18 @@ void absorb(const Problem &p, const RequestedStatistics &want, const Rows<R, NV>
       rescale<R, NV>(ot, p.Dv, n, r);
     }
     const V safe = to == -INF<R> ? V{} : to;
-    if (gate == OPEN)
-      want.moments ? exponentiate<R, NV, true, false>(sums, n, safe, keys, x)
-                   : exponentiate<R, NV, false, false>(sums, n, safe, keys, x);
+    const auto exponentiate_to = [&](auto place) {
+      if (gate != PARTLY)
+        want.moments ? exponentiate<R, NV, true, false>(sums, n, safe, keys, x, place)
+                     : exponentiate<R, NV, false, false>(sums, n, safe, keys, x, place);
+      else
+        want.moments ? exponentiate<R, NV, true, true>(sums, n, safe, keys, x, place)
+                     : exponentiate<R, NV, false, true>(sums, n, safe, keys, x, place);
+    };
+    if constexpr (HAS_PAIRS && sizeof(R) == 4 && NV > 1)
+      panels.pairs ? exponentiate_to(InPairs<L>{panels.pairs + n * N}) : exponentiate_to(InPlace<R, L>{x + n * N});
     else
-      want.moments ? exponentiate<R, NV, true, true>(sums, n, safe, keys, x)
-                   : exponentiate<R, NV, false, true>(sums, n, safe, keys, x);
+      exponentiate_to(InPlace<R, L>{x + n * N});
     if (want.apart) {
       V y1 = {}, y2 = {};
       for (int64_t j = 0; j < keys; ++j) {
@@ -151,7 +152,7 @@ void absorb(const Problem &p, const RequestedStatistics &want, const Rows<R, NV>
       }
     }
     if (want.count) {
-      if (gate == OPEN)
+      if (gate != PARTLY)
         sums.count[n] += (R)keys;
       else
         for (int64_t j = 0; j < keys; ++j)
@@ -172,41 +173,29 @@ void absorb(const Problem &p, const RequestedStatistics &want, const Rows<R, NV>
   }
 }
 
-// One block of keys for one block of rows; k and v point at key `first`. T is their type: R unless NV = 1.
-template <class R, int NV, class T>
+// One block of rows and `keys` of the keys that `products` has, from the one at `skip` on, which is key `first`.
+template <class Products, class R, int NV>
 void attend(const Problem &p, const Terms &terms, const RequestedStatistics &want, const Rows<R, NV> &rows,
-            RunningSums<R, NV> &sums, const R *qt, R *ot, int64_t first, int64_t keys, const T *k, int64_t k_stride,
-            const T *v, int64_t v_stride, Panels<R, NV> &panels) {
-  constexpr int L = Simd<R>::N * NV;
-  R *x = panels.x;
+            RunningSums<R, NV> &sums, const R *q, R *ot, int64_t first, int64_t skip, int64_t keys, Products &products,
+            Panels<R, NV> &panels) {
   const Gate gate = fill_gate(p, terms, rows, first, keys, panels.gate, panels.bias, panels.spare, panels.live);
   if (gate == CLOSED) return;
   Vec<R> tops[NV];
   for (int n = 0; n < NV; ++n) tops[n] = broadcast(-INF<R>);
   const bool plain = NV > 1 && gate == OPEN && terms.folded;  // the product finds the largest x on its way
-  const int64_t some = (rows.n + 3) / 4 * 4;                  // rows, rounded up as decode.h needs it
-  if constexpr (NV == 1)
-    decode_scores(qt, some, p.D, k, k_stride, keys, x, L, v, v_stride, p.Dv);
-  else if (plain)
-    scores<R, NV, true>(qt, k, k_stride, p.D, keys, x, tops);
-  else
-    scores<R, NV, false>(qt, k, k_stride, p.D, keys, x);
-  if (gate == PARTLY || !terms.folded)
-    apply_bias_and_mask(p, terms, rows, keys, x, gate == PARTLY ? panels.gate : nullptr, panels.bias,
+  products.scores(p, rows, q, skip, keys, panels.x, plain, tops);
+  if (gate != OPEN || !terms.folded)
+    apply_bias_and_mask(p, terms, rows, keys, panels.x, gate != OPEN ? panels.gate : nullptr, panels.bias,
                         want.apart ? panels.score : nullptr, (R *)nullptr);
+  products.prepare(panels, want, skip);
   absorb(p, want, rows, sums, ot, first, (const int32_t *)nullptr, keys, gate, plain, tops, panels);
-  if (p.out)
-    for_each_live_run(gate == PARTLY ? panels.live : nullptr, keys, [&](int64_t from, int64_t to) {
-      if constexpr (NV == 1)
-        decode_gather(x + from * L, L, some, v + from * v_stride, v_stride, to - from, p.Dv, ot,
-                      k + (keys + from) * k_stride, k_stride, p.D);
-      else
-        gather<R, NV>(x + from * L, v + from * v_stride, v_stride, to - from, p.Dv, ot);
-    });
+  if (p.out) products.gather(p, rows, sums, skip, keys, gate == PARTLY ? panels.live : nullptr, panels, ot);
 }
 
 // The partition of the forward pass.
-template <class R, int NV> struct ForwardPartition : WorkPartition<R, NV> {
+template <class Products> struct ForwardPartition : WorkPartition<typename Products::R, Products::VECTORS> {
+  using R = typename Products::R;
+  static constexpr int NV = Products::VECTORS;
   using Base = WorkPartition<R, NV>;
   using Base::blocks, Base::L, Base::units;
   int64_t task_blocks, tasks;  // blocks of rows in one task; tasks of a unit
@@ -221,13 +210,13 @@ template <class R, int NV> struct ForwardPartition : WorkPartition<R, NV> {
     keys = (p.Tk + splits - 1) / splits;
     keys = (keys + KEY_BLOCK<NV> - 1) / KEY_BLOCK<NV> * KEY_BLOCK<NV>;
   }
-  // Memory of a block of rows: transposed queries, transposed output, sums.
+  // Memory of a block of rows: queries, output, sums.
   int64_t block_bytes(const Problem &p) const {
-    return L * (p.D + p.Dv) * sizeof(R) + sizeof(Rows<R, NV>) + sizeof(RunningSums<R, NV>) + 512;
+    return (Products::query_size(p) + L * p.Dv) * sizeof(R) + sizeof(Rows<R, NV>) + sizeof(RunningSums<R, NV>) + 512;
   }
   int64_t thread_bytes(const Problem &p) const {
-    return task_blocks * block_bytes(p) + (5 * Panels<R, NV>::SIZE + KEY_BLOCK<NV> * (p.D + p.Dv)) * sizeof(R) +
-           KEY_BLOCK<NV> + 1024;
+    return task_blocks * block_bytes(p) + 5 * Panels<R, NV>::SIZE * sizeof(R) + Products::bytes(p) + KEY_BLOCK<NV> +
+           1024;
   }
   int64_t part_bytes(const Problem &p) const {
     return splits > 1 ? (L * p.Dv * (int64_t)sizeof(R) + (int64_t)sizeof(RunningSums<R, NV>) + 63) / 64 * 64 : 0;
@@ -236,12 +225,14 @@ template <class R, int NV> struct ForwardPartition : WorkPartition<R, NV> {
   int64_t bytes(const Problem &p) const { return p.threads * thread_bytes(p) + parts() * part_bytes(p) + 128; }
 };
 
-template <class R, int NV, class T> void run_forward_kl(const Problem &p) {
+template <class Products> void run_forward_kl(const Problem &p) {
+  using R = typename Products::R;
+  constexpr int NV = Products::VECTORS;
   using RowsOf = Rows<R, NV>;
   using SumsOf = RunningSums<R, NV>;
   const Terms terms(p);
   const RequestedStatistics want(p, terms);
-  const ForwardPartition<R, NV> partition(p);
+  const ForwardPartition<Products> partition(p);
   constexpr int L = RowsOf::L;
   char *scratch = scratch_of(p);
   char *parts = scratch + p.threads * partition.thread_bytes(p) / 64 * 64 + 64;
@@ -255,42 +246,34 @@ template <class R, int NV, class T> void run_forward_kl(const Problem &p) {
     Arena arena{scratch + thread * (partition.thread_bytes(p) / 64 * 64)};
     Panels<R, NV> panels(arena);
     if (NV == 1) memset(panels.x, 0, Panels<R, NV>::SIZE * sizeof(R));  // lanes without a row are never written
-    R *k_spare = arena.take<R>(KEY_BLOCK<NV> * p.D), *v_spare = arena.take<R>(KEY_BLOCK<NV> * p.Dv);
+    Products products(arena, p);
     RowsOf *rows[ROW_BLOCKS];
     SumsOf *sums[ROW_BLOCKS];
-    R *qt[ROW_BLOCKS], *ot[ROW_BLOCKS];
+    R *q[ROW_BLOCKS], *ot[ROW_BLOCKS];
     int64_t lo = p.Tk, hi = 0;
     const int64_t first_block = task * partition.task_blocks,
                   blocks = min_of(partition.task_blocks, all_blocks - first_block);
     for (int64_t g = 0; g < blocks; ++g) {
       rows[g] = arena.take<RowsOf>(1), sums[g] = arena.take<SumsOf>(1);
-      qt[g] = arena.take<R>(L * p.D), ot[g] = arena.take<R>(L * p.Dv);
+      q[g] = arena.take<R>(Products::query_size(p)), ot[g] = arena.take<R>(L * p.Dv);
       partition.place_block(p, *rows[g], unit, first_block + g);
       sums[g]->clear();
       memset(ot[g], 0, L * p.Dv * sizeof(R));
-      if constexpr (NV == 1) {
-        rows[g]->gather_rows(p.query, p.D, qt[g], p.D, [&](int i) { return rows[g]->factor(p, terms, i); });
-        deinterleave<R, T>(qt[g], rows[g]->n, p.D);
-      } else
-        rows[g]->transpose(p.query, p.D, qt[g], [&](int i) { return rows[g]->factor(p, terms, i); });
+      products.take_rows(p, terms, *rows[g], q[g]);
       lo = min_of(lo, rows[g]->lo), hi = max_of(hi, rows[g]->hi);
     }
     lo = max_of(lo, split * partition.keys), hi = min_of(hi, (split + 1) * partition.keys);
-    for (int64_t from = lo; from < hi; from += KEY_STEP<NV, T>) {
-      const int64_t keys = min_of(KEY_STEP<NV, T>, hi - from);
-      int64_t k_stride, v_stride;
-      const T *k = as_rows<R, T>(p.key, rows[0]->b, rows[0]->kv, from, keys, p.D, k_spare, k_stride);
-      const T *v = as_rows<R, T>(p.value, rows[0]->b, rows[0]->kv, from, keys, p.Dv, v_spare, v_stride);
+    for (int64_t from = lo; from < hi; from += Products::KEY_STEP) {
+      const int64_t keys = min_of(Products::KEY_STEP, hi - from);
+      products.take_keys(p, rows[0]->b, rows[0]->kv, from, keys);
       for (int64_t g = 0; g < blocks; ++g) {
         const int64_t a = max_of(from, rows[g]->lo), z = min_of(from + keys, rows[g]->hi);
-        if (a < z)
-          attend(p, terms, want, *rows[g], *sums[g], qt[g], ot[g], a, z - a, k + (a - from) * k_stride, k_stride,
-                 v + (a - from) * v_stride, v_stride, panels);
+        if (a < z) attend(p, terms, want, *rows[g], *sums[g], q[g], ot[g], a, a - from, z - a, products, panels);
       }
     }
     for (int64_t g = 0; g < blocks; ++g) {
       if (partition.splits == 1) {
-        if (NV == 1) interleave<R, T>(ot[g], rows[g]->n, p.Dv);
+        Products::finish(p, *rows[g], *sums[g], ot[g]);
         write_results(p, terms, *rows[g], *sums[g], ot[g]);
       } else {
         char *part =
@@ -313,7 +296,7 @@ template <class R, int NV, class T> void run_forward_kl(const Problem &p) {
       char *other = part + split * part_bytes;
       sums->merge(*(SumsOf *)other, ot, (R *)(other + sizeof(SumsOf)), p.Dv);
     }
-    if (NV == 1) interleave<R, T>(ot, rows.n, p.Dv);
+    Products::finish(p, rows, *sums, ot);
     write_results(p, terms, rows, *sums, ot);
   });
 }

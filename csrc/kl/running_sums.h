@@ -34,6 +34,7 @@ template <class R, int NV> struct RunningSums {
   using V = Vec<R>;
   V m[NV], high[NV];        // the reference, at most SLACK below the largest x; the largest x
   V l[NV], e1[NV], e2[NV];  // sums of p, p t, p t^2 with t = x - m
+  V used[NV];               // the sum of p as rounded for the product with values, where it is (bf16_tiles.h)
   V collision[NV], count[NV], first[NV], spread[NV];
   V top[NV], anchor[NV], y1[NV], y2[NV];  // max s; sums of p (s - anchor), p (s - anchor)^2
   V prior_top[NV], prior_sum[NV];         // the mass of the prior is prior_sum 2^prior_top
@@ -52,7 +53,7 @@ template <class R, int NV> struct RunningSums {
     const V safe = to == -INF<R> ? V{} : to, r = vexp2(m[n] - safe), shift = difference(m[n], safe);
     e2[n] = r * (e2[n] + shift * ((R)2 * e1[n] + shift * l[n]));
     e1[n] = r * (e1[n] + shift * l[n]);
-    l[n] *= r, y1[n] *= r, y2[n] *= r, spread[n] *= r, collision[n] *= r * r;
+    l[n] *= r, used[n] *= r, y1[n] *= r, y2[n] *= r, spread[n] *= r, collision[n] *= r * r;
     m[n] = to;
     return r;
   }
@@ -78,7 +79,7 @@ template <class R, int NV> struct RunningSums {
       move_anchor(n, heavier), other.move_anchor(n, heavier);
       const V r = raise(n, to), q = other.raise(n, to);
       rescale<R, NV>(ot, Dv, n, r), rescale<R, NV>(other_ot, Dv, n, q);
-      l[n] += other.l[n], e1[n] += other.e1[n], e2[n] += other.e2[n];
+      l[n] += other.l[n], used[n] += other.used[n], e1[n] += other.e1[n], e2[n] += other.e2[n];
       collision[n] += other.collision[n], count[n] += other.count[n], spread[n] += other.spread[n];
       y1[n] += other.y1[n], y2[n] += other.y2[n];
       first[n] = vmax(first[n], other.first[n]), top[n] = vmax(top[n], other.top[n]);

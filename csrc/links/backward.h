@@ -53,7 +53,8 @@ template <class R> void prepare_link(const Problem &p, BackwardRows<R> &r) {
     if (p.grad_entropy) {
       R per_mass = 1 / (R)p.mass;
       if (p.marginal == regard::RELAX) per_mass = exp_of(-of_row<R>(p.saved_dual, rows.at(p.saved_dual, i)) / level);
-      if (free) per_mass = 1 / of_row<R>(p.saved_mass, rows.at(p.saved_mass, i));
+      const bool full = p.family == regard::COMPILED && r.rest[n][lane] >= FULL<R>;  // not the mass of the marginal
+      if (free || full) per_mass = 1 / of_row<R>(p.saved_mass, rows.at(p.saved_mass, i));
       if (!(per_mass < INF<R>)) per_mass = 0;  // a row without mass
       const R g = of_row<R>(p.grad_entropy, rows.at(p.grad_entropy, i)) * per_mass;
       if (!free) base -= g * of_row<R>(p.saved_tilt_log, rows.at(p.saved_tilt_log, i));
@@ -67,14 +68,41 @@ template <class R> void prepare_link(const Problem &p, BackwardRows<R> &r) {
       r.dot[i] = base, r.a[n][lane] = base + add;
       continue;
     }
-    const R h = r.rest[n][lane], origin = p.centred ? 1 : 0;
-    const R size = (peak < 0 ? -peak : peak) + (h < 0 ? -h : h) + origin;
+    const R h = r.rest[n][lane];
+    const R origin = p.family == regard::COMPILED ? (R)-p.link_lower : p.centred ? 1 : 0;
+    const R size = (peak < 0 ? -peak : peak) + (h < 0 ? -h : h) + (origin < 0 ? -origin : origin);
     // Pairs with x at or below the edge have no weight. It is a little lower, for rounding: the weights decide then.
     r.edge[n][lane] = peak - h - origin - 4 * EPS<R> * size;
     r.dot[i] = base;
     r.a[n][lane] = base + add;
   }
 }
+
+// What the pairs of a panel add to dL/d(parameter) of a compiled link: pi dg/d(parameter) (u - b).
+template <class R, class Link> struct LinkDerivatives {
+  LinkDerivatives(const Problem &, const Link &, int, int64_t, const R *, const BackwardRows<R> &) {}
+  INLINE void add(int64_t, Vec<R>, const R *, BackwardRows<R> &) const {}
+};
+template <class R> struct LinkDerivatives<R, Compiled<R>> {
+  static constexpr int N = Simd<R>::N;
+  int64_t parameters = 0, keys;
+  int n;
+  R by[regard::LINK_PARAMETERS * BACKWARD_KEYS * N];  // [parameters][keys][N]
+  LinkDerivatives(const Problem &p, const Compiled<R> &link, int n, int64_t keys, const R *x, const BackwardRows<R> &r)
+      : keys(keys), n(n) {
+    if (!p.row_gl) return;
+    parameters = p.link_parameters;
+    const auto block = link.block(n, keys, 1, x + n * N, link.lanes, &r.peak[n], &r.rest[n], by, nullptr);
+    link.derivatives(&block);
+  }
+  void add(int64_t j, Vec<R> utility, const R *prior, BackwardRows<R> &r) const {
+    for (int64_t m = 0; m < parameters; ++m) {
+      const Vec<R> slope = load(by + (m * keys + j) * N);
+      const Vec<R> part = slope * utility * (prior ? exp2_bounded(load(prior)) : broadcast((R)1));
+      r.sum_gl[m][n] += slope == 0 ? Vec<R>{} : part;  // the value of a masked key may be anything
+    }
+  }
+};
 
 // One block of keys for one block of rows.
 template <class R, class Link>
@@ -85,7 +113,7 @@ void backward_block_link(const Problem &p, const Terms &terms, BackwardRows<R> &
   using V = Vec<R>;
   using I = typename Simd<R>::I;
   const Rows<R, NV> &rows = r.rows;
-  const Link link(rows);
+  const Link link(p, rows);
   const bool sums = sums_requested(p);
   const auto single_pairs = [&] {
     return pairs_of<R>(p, link, r, first, keys, k, k_stride, v, v_stride, dk, dv, s, sums);
@@ -102,11 +130,11 @@ void backward_block_link(const Problem &p, const Terms &terms, BackwardRows<R> &
   }
   const Gate gate = fill_gate(p, terms, rows, first, keys, s.gate, s.bias, s.spare, s.live);
   if (gate == CLOSED) return;
-  const uint8_t *live = gate == PARTLY ? s.live : nullptr;
+  const uint8_t *live = gate >= WEIGHTED ? s.live : nullptr;
   const R *prior = terms.prior ? s.gate : nullptr;
   scores<R, NV, false>(r.qt, k, k_stride, p.D, keys, s.x);
-  if (gate == PARTLY || !terms.folded)
-    apply_bias_and_mask(p, terms, rows, keys, s.x, gate == PARTLY ? s.gate : nullptr, s.bias, (R *)nullptr,
+  if (gate >= WEIGHTED || !terms.folded)
+    apply_bias_and_mask(p, terms, rows, keys, s.x, gate >= WEIGHTED ? s.gate : nullptr, s.bias, (R *)nullptr,
                         terms.capped ? s.slope : nullptr);
   const int64_t Dp = padded<R>(p.D), Dvp = padded<R>(p.Dv);
 
@@ -127,15 +155,17 @@ void backward_block_link(const Problem &p, const Terms &terms, BackwardRows<R> &
     if (!pairs) return;
   }
   // p and w of a vector of pairs; returns the distance from the price. Masked keys stay masked, whatever the price is.
-  const auto weights_at = [&](int64_t at, int n, V &weight, V &w) {
-    const V x = load(s.x + at);
+  // Row j of the panel, vector n, is row `at` of `evaluated`, vector `own`.
+  const auto weights_at = [&](const auto &evaluated, int64_t at, int own, int64_t j, int n, V &weight, V &w) {
+    const int64_t place = j * L + n * N;
+    const V x = load(s.x + place);
     V d = x == -INF<R> ? x : x - r.peak[n] + r.rest[n];
     if (prior)
-      link.times_prior(n, d, load(prior + at), weight, w);
+      evaluated.template get<true>(link, at, n, own, d, prior + place, weight, w);
     else
-      link.at(n, d, weight, w);
+      evaluated.template get<false>(link, at, n, own, d, prior, weight, w);
     if (r.some_prior_only && prior) {
-      const V own = x == x ? exp2_bounded(load(prior + at) - r.prior_offset[n] + r.rest[n]) : x;
+      const V own = x == x ? exp2_bounded(load(prior + place) - r.prior_offset[n] + r.rest[n]) : x;
       weight = r.prior_only[n] ? own : weight, w = r.prior_only[n] ? own : w, d = r.prior_only[n] ? V{} : d;
     }
     return d;
@@ -145,13 +175,16 @@ void backward_block_link(const Problem &p, const Terms &terms, BackwardRows<R> &
     return __builtin_convertvector(distance < 0 ? -distance : distance, V);
   };
 
-  if (Link::PRICED && (double)pairs <= SPARSE_PAIRS * keys * L) {
+  const bool by_pairs = !(Link::COMPILED && (p.row_gl || p.link_ceiling < INF<double>));  // see selected_lists.h
+  if (Link::PRICED && by_pairs && (double)pairs <= SPARSE_PAIRS * keys * L) {
     const Pairs<R, Link> few = single_pairs();
     for (int64_t j = 0; j < keys; ++j) {
       if (!s.bits[j]) continue;
       V ps[NV], ws[NV], alphas[NV] = {};
+      Evaluated<R, Link, 1, NV> row;
+      row.fill(link, 0, 1, s.x + j * L, L, r.peak, r.rest);
       for (int n = 0; n < NV; ++n) {
-        const V d = weights_at(j * L + n * N, n, ps[n], ws[n]);
+        const V d = weights_at(row, 0, n, j, n, ps[n], ws[n]);
         store(s.x + j * L + n * N, d);
         if (p.row_ga) alphas[n] = alpha_factor<R>(link, d, n);
       }
@@ -171,10 +204,13 @@ void backward_block_link(const Problem &p, const Terms &terms, BackwardRows<R> &
     memset(s.u, 0, keys * L * sizeof(R));
   for (int n = 0; n < NV; ++n) {
     const V a = r.a[n], b = r.b[n];
+    Evaluated<R, Link, BACKWARD_KEYS, 1> evaluated;
+    evaluated.fill(link, n, keys, s.x + n * N, L, &r.peak[n], &r.rest[n]);
+    LinkDerivatives<R, Link> derivatives(p, link, n, keys, s.x, r);
     for (int64_t j = 0; j < keys; ++j) {
       const int64_t at = j * L + n * N;
       V weight, w, utility = load(s.u + at);
-      const V d = weights_at(at, n, weight, w);
+      const V d = weights_at(evaluated, j, 0, j, n, weight, w);
       if (p.dropout_key) {
         const V kept = rows.dropout_factor(p, first + j, n);
         utility *= kept;
@@ -190,6 +226,7 @@ void backward_block_link(const Problem &p, const Terms &terms, BackwardRows<R> &
         if (p.row_gs) r.sum_gs[n] += w == 0 ? V{} : g * d / rows.c[n];  // from ORIGIN: the rest is known
         if (p.row_gd) r.sum_gd[n] += gp * distance_of(j, n);
         if (p.row_ga) r.sum_ga[n] += weight == 0 ? V{} : gp * alpha_factor<R>(link, d, n);
+        if (p.row_gl) derivatives.add(j, utility, prior ? prior + at : nullptr, r);
         R key_g = 0, key_ds = 0, key_mass = 0;
         for (int lane = 0; lane < N && n * N + lane < rows.n; ++lane) {
           const int i = n * N + lane;

@@ -122,6 +122,7 @@ void prune_lists(const Problem &p, const Rows<R, NV> &rows, LinkPanels<R, NV> &s
       R top = exact[i / N][i % N];
       for (int k = 0; k < N; ++k) top = max_of(top, (R)tops[k]);
       sums.top[i / N][i % N] = sums.anchor[i / N][i % N] = top, sums.price_bound[i / N][i % N] = price_bound - far;
+      sums.best_x[i / N][i % N] = sums.single_key_price[i / N][i % N] = top;
     }
     for (int64_t k = 0; k < n; ++k) s.list[k * L + i] = x[k], s.index[k * L + i] = index[k];
   }
@@ -141,9 +142,10 @@ template <class R, int NV> int64_t pad_lists(LinkPanels<R, NV> &s) {
 }
 
 // Save the lists for the backward pass once the price is known, without the keys that have no weight.
-template <class R, int NV, class Link>
+// A key has weight where its x is above the price by more than -origin.
+template <class R, int NV>
 void save_sparse_rows(const Problem &p, const Rows<R, NV> &rows, const LinkPanels<R, NV> &s, const RowSums<R, NV> &sums,
-                      bool listed, bool prefiltered) {
+                      R origin, bool listed, bool prefiltered) {
   constexpr int N = Simd<R>::N, L = N * NV;
   const SparseRows<R, L> lists(p, p.lists, rows);
   int64_t n = 0, candidates = 0;
@@ -160,7 +162,7 @@ void save_sparse_rows(const Problem &p, const Rows<R, NV> &rows, const LinkPanel
       const R d = s.list[k * L + i] - anchor + h;
       lists.put(n, s.index[k * L + i]);
       if (with_x) lists.x()[n] = s.list[k * L + i];
-      n += d > -Link::ORIGIN, room = d == d;
+      n += d > -origin, room = d == d;
     }
   }
   lists.at[0] = room ? L + (with_x ? lists.WITH_X : 0) + (prefiltered ? lists.PREFILTERED : 0) : 0;

@@ -48,7 +48,7 @@ void attend_link(const Problem &p, const Terms &terms, const RequestedLinkStatis
                  LinkPanels<R, NV> &s, RowSums<R, NV> &sums, const PrefilterKeys *prefilter_keys) {
   using V = Vec<R>;
   constexpr int N = Simd<R>::N, L = N * NV;
-  const Link link(rows);
+  const Link link(p, rows);
   const bool free = p.marginal == regard::FREE;
   memset((void *)&sums, 0, sizeof sums);
   memset(s.ot, 0, L * p.Dv * sizeof(R)), memset(s.baseline_t, 0, L * p.Dv * sizeof(R));
@@ -57,7 +57,7 @@ void attend_link(const Problem &p, const Terms &terms, const RequestedLinkStatis
         broadcast(-INF<R>);
     if (free)
       for (int i = 0; i < N; ++i)
-        sums.anchor[n][i] = 0, sums.h[n][i] = rows.level[n * N + i] * rows.c[n][i] - Link::ORIGIN;
+        sums.anchor[n][i] = 0, sums.h[n][i] = rows.level[n * N + i] * rows.c[n][i] - dual_shift<R, Link>();
   }
   rows.transpose(p.query, p.D, s.qt, [&](int i) { return rows.factor(p, terms, i); });
   s.rows = s.n_segments = 0;
@@ -74,12 +74,12 @@ void attend_link(const Problem &p, const Terms &terms, const RequestedLinkStatis
       if (want.baseline_value) gather<R, NV>(s.w + from * L, v + from * stride, stride, to - from, p.Dv, s.baseline_t);
     });
   };
-  bool listed = false, may_list = p.marginal != regard::RELAX, read = false;
+  bool listed = false, may_list = p.marginal != regard::RELAX && lists_keys(p, link), read = false;
   StepCounts counts;
   bool prefiltered = false;
   int64_t next_stage = STAGE;
   if constexpr (Link::PRICED)
-    if (may_list && !free && lists_selection(p)) {
+    if (p.marginal != regard::RELAX && !free && lists_selection(p)) {
       list_selection(p, terms, want, rows, link, s, sums);
       listed = true;
     }
@@ -89,10 +89,10 @@ void attend_link(const Problem &p, const Terms &terms, const RequestedLinkStatis
     const Gate open = fill_gate(p, terms, rows, first, keys, gate, s.bias, s.spare, s.live + s.rows);
     if (open == CLOSED) continue;
     read |= open == OPEN;
-    score_block(p, terms, rows, first, keys, open == PARTLY ? gate : nullptr, s, x, sums.top);
+    score_block(p, terms, rows, first, keys, open >= WEIGHTED ? gate : nullptr, s, x, sums.top);
     if constexpr (Link::PRICED)
       if (!free) best_single_key_price(p, link, keys, x, s.prior ? gate : nullptr, sums);
-    if (want.admissible) count_admissible(sums, keys, open == PARTLY ? x : nullptr);
+    if (want.admissible) count_admissible(sums, keys, open >= WEIGHTED ? x : nullptr);
     for (int n = 0; n < NV; ++n) {
       if (want.prior_mass) {
         V top = sums.prior_top[n];
@@ -102,7 +102,7 @@ void attend_link(const Problem &p, const Terms &terms, const RequestedLinkStatis
         for (int64_t j = 0; j < keys; ++j) sums.prior_sum[n] += vexp2(load(gate + j * L + n * N) - safe);
       }
     }
-    const typename LinkPanels<R, NV>::Segment segment = {first, keys, s.rows, open == PARTLY};
+    const typename LinkPanels<R, NV>::Segment segment = {first, keys, s.rows, open >= WEIGHTED};
     if (free) {
       if (want.moments)
         for (int n = 0; n < NV; ++n) {
@@ -132,16 +132,23 @@ void attend_link(const Problem &p, const Terms &terms, const RequestedLinkStatis
   }
   if constexpr (Link::PRICED)
     if (!free) {
-      if (s.prior && p.marginal == regard::ROWS) find_prior_only_rows(p, link, s, sums);
+      if constexpr (Link::COMPILED) {
+        if (p.link_ceiling < INF<double> && p.marginal == regard::ROWS) find_full_rows(p, s, sums);
+      } else {
+        if (s.prior && p.marginal == regard::ROWS) find_prior_only_rows(p, link, s, sums);
+      }
       if (sums.some_prior_only) listed = false;
       if (listed && !prefiltered) {
         const V none[NV] = {};
         search(p, rows, link, s, sums, true, 2, 0, counts);
-        prune_lists(p, rows, s, sums, none);
+        // The value of a compiled link counts keys without weight, too.
+        if (!(Link::COMPILED && want.energy)) prune_lists(p, rows, s, sums, none);
       }
       const double share = s.rows >= STAGE && !sums.some_prior_only ? SPARSE_SHARE : 0;
-      listed = search(p, rows, link, s, sums, listed, 100, share, counts);
-      if (p.lists) save_sparse_rows<R, NV, Link>(p, rows, s, sums, listed, prefiltered);
+      listed = search(p, rows, link, s, sums, listed, Link::COMPILED ? 1000 : 100, share, counts);
+      if constexpr (Link::COMPILED)
+        for (int n = 0; n < NV; ++n) sums.h[n] = sums.full[n] ? broadcast((R)2 * FULL<R>) : sums.h[n];
+      if (p.lists) save_sparse_rows(p, rows, s, sums, origin_of<R>(link), listed, prefiltered);
       if (listed)
         compute_weights(p, want, rows, link, sums, 0, s.index, pad_lists(s), s.list, s.list_prior, w_panel);
       else

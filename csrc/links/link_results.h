@@ -23,6 +23,8 @@ void write_link_results(const Problem &p, const Terms &terms, const RequestedLin
     const R top = sums.top[n][lane];
     // Invalid: NaN among the weights, or no score above -inf (a float mask may bring it to the lowest number): 0/0.
     bool invalid = mass != mass || top != top;
+    if (Link::COMPILED && !free && !sums.full[n][lane] && h > -INF<R>)
+      invalid |= h >= FULL<R> || h <= -FULL<R>;  // no price gives the row its mass
     if (p.marginal == regard::ROWS && top <= LOWEST<R>)
       invalid |= top == -INF<R> ? read : !rows.finite(p.query, p.D, i);
     if (invalid) {
@@ -35,8 +37,8 @@ void write_link_results(const Problem &p, const Terms &terms, const RequestedLin
       if (free) put(p.dual, at, -level);  // the dual of a free row is given
       continue;
     }
-    const bool prior_only = sums.prior_only[n][lane], keys = top > -INF<R>;
-    const bool some = free || prior_only || h > -INF<R> || h != h;
+    const bool prior_only = sums.prior_only[n][lane], keys = top > -INF<R>, full = sums.full[n][lane];
+    const bool some = !full && (free || prior_only || h > -INF<R> || h != h);
     R null = 0, null_w = 0, null_x = 0;
     if (sink) {
       V p0, w0;
@@ -46,16 +48,16 @@ void write_link_results(const Problem &p, const Terms &terms, const RequestedLin
     }
     const R prior_offset = sums.prior_offset[n][lane],
             y = prior_only ? exp2_of((sums.share[n][lane] - prior_offset) * rows.power[i]) : 0;
-    const R dual = !some ? -INF<R> : free ? -level : prior_only ? -y / c : (anchor - h - Link::ORIGIN) / c;
+    const R dual = !some ? -INF<R> : free ? -level : prior_only ? -y / c : (anchor - h - dual_shift<R, Link>()) / c;
     // The rounding error of the price is distributed in proportion to the weights.
     const R all_mass = mass + null;
-    R scale = (free || relax || !(all_mass > 0)) ? 1 : (R)p.mass / all_mass;
+    R scale = (free || relax || full || !(all_mass > 0)) ? 1 : (R)p.mass / all_mass;
     share[i] = scale;
     put(p.dual, at, dual);
     put(p.peak, at,
-        prior_only ? INF<R>
-        : some     ? anchor
-                   : -INF<R>),
+        prior_only     ? INF<R>
+        : some || full ? anchor
+                       : -INF<R>),
         put(p.rest, at, prior_only ? (R)sums.share[n][lane] : h);
     put(p.mass_sent, at, mass * scale);
     R kappa = 0;
@@ -97,14 +99,23 @@ void write_link_results(const Problem &p, const Terms &terms, const RequestedLin
       const R variance = ((within < 0 ? 0 : within) + mass * null / total * gap * gap) / total;
       put(p.score_variance, at, all_mass > 0 ? variance / (c * c * tau * tau) : 0);
     }
-    put(p.cost, at, mass > 0 ? -scale * (y1 + (anchor + reference) * mass) / c : 0);
+    const R score_sum = mass > 0 ? scale * (y1 + (anchor + reference) * mass) / c : 0;  // of p s
+    put(p.cost, at, -score_sum);
     if (p.free_energy) {
       R value;
       if (p.family == regard::FERMI_DIRAC) {
         value = tau * (R)LN2 * sums.soft[n][lane];
+      } else if constexpr (Link::COMPILED) {
+        value = tau * (R)sums.energy[n][lane];  // sum of p t - pi f(p/pi); rows without a dual: of -pi f(p/pi)
+        if (sink)
+          value += tau * ((null > 0 ? null * (null_x + h) : 0) - (R)link.divergence_at(n, broadcast(null))[lane]);
+        if (relax) value += level * ((some ? exp_of(dual / level) : 0) - 1);
+        if (full) value += score_sum;
+        if (sink || (p.marginal == regard::ROWS && (some || (!full && p.link_ceiling == INF<double>))))
+          value += (R)p.mass * dual;
       } else {
         R energy = sums.energy[n][lane];
-        if (null > 0) energy += null * (null_x + h + Link::ORIGIN);
+        if (null > 0) energy += null * (null_x + h + dual_shift<R, Link>());
         value = tau / alpha * energy;  // the value of the dual problem, which hardly depends on the error of the price
         if (relax) value += level * ((some ? exp_of(dual / level) : 0) - 1);
         if (sink || p.marginal == regard::ROWS) value += (R)p.mass * dual;
@@ -115,7 +126,8 @@ void write_link_results(const Problem &p, const Terms &terms, const RequestedLin
     put(p.max_scores, at, keys ? top / c : -INF<R>);
     put(p.max_weight, at, scale * max_of((R)sums.heaviest[n][lane], null));
     put(p.collision, at, scale * scale * (sums.collision[n][lane] + null * null));
-    put(p.support, at, p.family == regard::FERMI_DIRAC ? sums.admissible[n][lane] : sums.support[n][lane]);
+    const bool all_keys = p.family == regard::FERMI_DIRAC || (Link::COMPILED && p.link_full_support);
+    put(p.support, at, all_keys ? sums.admissible[n][lane] : sums.support[n][lane]);
     put(p.first_key_mass, at, scale * sums.first[n][lane]);
     put(p.spread, at, scale * sums.spread[n][lane]);
   }

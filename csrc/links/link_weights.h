@@ -24,6 +24,33 @@ void add_logs(RowSums<R, NV> &sums, int n, Vec<R> top, int64_t from, int64_t to,
   sums.heaviest[n] = heaviest;
 }
 
+// sum of pi f(g) over a piece of the panel, for a compiled link. Keys without weight have f(0).
+template <class R>
+Vec<R> sum_divergence(const Compiled<R> &link, int n, const R *g, int64_t from, int64_t to, const R *x,
+                      const R *prior) {
+  using V = Vec<R>;
+  constexpr int N = Simd<R>::N;
+  R f[PANEL_KEYS * N];
+  const int64_t L = link.lanes;
+  const auto block = link.block(n, to - from, 1, g, N, nullptr, nullptr, f, nullptr);
+  link.divergence(&block);
+  V sum = {};
+  for (int64_t j = from; j < to; ++j) {
+    const V value = load(f + (j - from) * N);
+    const V term = prior ? value * exp2_bounded(load(prior + j * L + n * N)) : value;
+    sum += load(x + j * L + n * N) == -INF<R> ? V{} : term;
+  }
+  return sum;
+}
+
+// Whether a key has weight. A compiled link says so by its weight q alone.
+template <class R, class Link> INLINE Mask<R> counts_key(const Link &link, Vec<R> d, Vec<R> q) {
+  if constexpr (Link::COMPILED)
+    return (Mask<R>)(q > 0);
+  else
+    return link.has_weight(d);
+}
+
 // The weights of `keys` panel rows, in place, with the sums of the statistics. w_panel receives w if the gradient's
 // baseline is requested, else it is null. Row j is key first + j or, if `index` is given, a key of its own in each
 // lane. The sums over pieces are computed on their own and then added, which makes the chains of rounding errors
@@ -39,15 +66,20 @@ void compute_weights(const Problem &p, const RequestedLinkStatistics &want, cons
     const V h = sums.h[n], anchor = sums.anchor[n], reference = sums.reference[n];
     const auto compute_piece = [&](int64_t from, int64_t to, auto bare) __attribute__((always_inline)) {
       constexpr bool BARE = decltype(bare)::value;  // only the weights are requested
+      Evaluated<R, Link, PANEL_KEYS, 1> evaluated;
+      evaluated.fill(link, n, to - from, x + from * L + n * N, L, &anchor, &h);
+      V divergence_sum = {};
+      if constexpr (Link::COMPILED)
+        if (want.energy) divergence_sum = sum_divergence(link, n, evaluated.g, from, to, x, prior);
       V mass = {}, slope = {}, y1 = {}, y2 = {}, energy = {}, soft = {}, log_prior = {}, top = {};
       for (int64_t j = from; j < to; ++j) {
         const int64_t at = j * L + n * N;
         const V d = load(x + at) - anchor;
         V w, q;
         if (!BARE && prior)
-          link.times_prior(n, d + h, load(prior + at), q, w);
+          evaluated.template get<true>(link, j - from, n, 0, d + h, prior + at, q, w);
         else
-          link.at(n, d + h, q, w);
+          evaluated.template get<false>(link, j - from, n, 0, d + h, prior, q, w);
         if (!BARE && sums.some_prior_only) {
           const V own = d == d ? exp2_bounded(load(prior + at) - sums.prior_offset[n] + sums.share[n]) : d;
           q = sums.prior_only[n] ? own : q;
@@ -61,7 +93,8 @@ void compute_weights(const Problem &p, const RequestedLinkStatistics &want, cons
           const V away = q > 0 ? d - reference : V{};
           y1 += q * away, y2 += q * away * away;
         }
-        if (want.energy) energy += (q > 0) & ~sums.prior_only[n] ? q * (d + h + Link::ORIGIN) : V{};
+        if (want.energy)
+          energy += (q > 0) & ~sums.prior_only[n] & ~sums.full[n] ? q * (d + h + dual_shift<R, Link>()) : V{};
         if (want.soft) {
           const V t = d + h, e = vexp2(-vmax(t, -t)), plus = vmax(V{}, t) + (R)LOG2E * vlog1p(e);
           soft += t > -INF<R> ? (prior ? plus * exp2_bounded(load(prior + at)) : plus) : V{};
@@ -70,11 +103,12 @@ void compute_weights(const Problem &p, const RequestedLinkStatistics &want, cons
         if (want.log_prior) log_prior += q > 0 ? q * (load(prior + at) - sums.prior_offset[n]) : V{};
         if constexpr (Link::PRICED)
           if (want.support)
-            sums.support[n] -= __builtin_convertvector(link.has_weight(d + h) | ((q > 0) & sums.prior_only[n]), V);
+            sums.support[n] -=
+                __builtin_convertvector(counts_key<R>(link, d + h, q) | ((q > 0) & sums.prior_only[n]), V);
       }
       if (!BARE) {
         if (want.entropy) add_logs(sums, n, top, from, to, x, want.baseline_log ? w_panel : nullptr);
-        sums.y1[n] += y1, sums.y2[n] += y2, sums.energy[n] += energy, sums.soft[n] += soft;
+        sums.y1[n] += y1, sums.y2[n] += y2, sums.energy[n] += energy - divergence_sum, sums.soft[n] += soft;
         sums.log_prior[n] += log_prior;
       }
       sums.mass[n] += mass, sums.slope[n] += slope;

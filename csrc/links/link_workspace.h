@@ -25,10 +25,13 @@ struct RequestedLinkStatistics {  // what a call requests besides output and dua
   bool baseline_value, baseline_log;
   RequestedLinkStatistics(const Problem &p, const Terms &terms) {
     const bool fermi = p.family == regard::FERMI_DIRAC;
+    const bool all_keys = fermi || (p.family == regard::COMPILED && p.link_full_support);
     baseline_value = p.tilt, baseline_log = p.tilt_log;
-    entropy = p.entropy || p.kl || baseline_log, moments = p.score_variance || p.cost, energy = p.free_energy && !fermi;
+    entropy = p.entropy || p.kl || baseline_log,
+    moments = p.score_variance || p.cost || (p.free_energy && p.family == regard::COMPILED),
+    energy = p.free_energy && !fermi;
     soft = p.free_energy && fermi, collision = p.collision, top = p.max_weight;
-    support = p.support && !fermi, admissible = (p.support && fermi) || (p.kl && !terms.prior);
+    support = p.support && !all_keys, admissible = (p.support && all_keys) || (p.kl && !terms.prior);
     first = p.first_key_mass, spread = p.spread, drop = (bool)p.dropout_key;
     prior_mass = terms.prior && p.kl, log_prior = terms.prior && p.kl;
   }
@@ -51,6 +54,8 @@ template <class R, int NV> struct RowSums {
   V prior_top[NV], prior_sum[NV], log_prior[NV];
   Mask<R> prior_only[NV];  // see find_prior_only_rows
   V share[NV], prior_offset[NV];
+  V best_x[NV], power[NV];        // compiled links: x of the best key; the power of the mass for Newton's method
+  Mask<R> full[NV], reached[NV];  // rows of find_full_rows; rows whose best key alone could take the mass
   bool some_prior_only;
 };
 

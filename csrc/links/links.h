@@ -4,10 +4,12 @@
 // Tsallis: g(t) = y^beta with y = (alpha - 1) t where positive, else 0; beta = 1/(alpha - 1); g'(t) = y^(beta - 1). The
 // kernels compute with x = (alpha - 1) s/tau relative to the anchor of the row and with its headroom h: y = x + h +
 // ORIGIN. ORIGIN is 1 for alpha near 1 (`Problem::centred`), where y is close to 1 and its distance from 1 is what
-// matters; else it is 0. Fermi-Dirac: g is the sigmoid; x = log2(e) s/tau, and x + h is t in base 2.
+// matters; else it is 0. Fermi-Dirac: g is the sigmoid; x = log2(e) s/tau, and x + h is t in base 2. Links of a user's
+// own formulas are in compiled.h.
 #pragma once
 #include "engine/rows.h"
 #include "engine/vector_math.h"
+#include "links/compiled.h"
 
 namespace {
 
@@ -26,9 +28,9 @@ namespace {
 // prior itself may be below the smallest number.
 template <class R> struct Sparsemax {  // alpha = 2
   using V = Vec<R>;
-  static constexpr bool PRICED = true, CONVEX = true;
+  static constexpr bool PRICED = true, CONVEX = true, COMPILED = false;
   static constexpr R ORIGIN = 0;
-  template <int NV> Sparsemax(const Rows<R, NV> &) {}
+  template <int NV> Sparsemax(const Problem &, const Rows<R, NV> &) {}
   INLINE Sparsemax of_row(int, int) const { return *this; }
   INLINE Mask<R> has_weight(V d) const { return d > 0; }
   INLINE void at(int, V d, V &p, V &w) const { p = vmax(V{}, d), w = d > 0 ? broadcast((R)1) : p; }  // p: 0, NaN
@@ -44,9 +46,9 @@ template <class R> struct Sparsemax {  // alpha = 2
 
 template <class R> struct Entmax {  // alpha = 1.5
   using V = Vec<R>;
-  static constexpr bool PRICED = true, CONVEX = true;
+  static constexpr bool PRICED = true, CONVEX = true, COMPILED = false;
   static constexpr R ORIGIN = 0;
-  template <int NV> Entmax(const Rows<R, NV> &) {}
+  template <int NV> Entmax(const Problem &, const Rows<R, NV> &) {}
   INLINE Entmax of_row(int, int) const { return *this; }
   INLINE Mask<R> has_weight(V d) const { return d > 0; }
   INLINE void at(int, V d, V &p, V &w) const { w = vmax(V{}, d), p = w * w; }
@@ -65,10 +67,10 @@ template <class R> struct Entmax {  // alpha = 1.5
 // Any alpha, which may differ from row to row.
 template <class R, int FROM> struct Power {
   using V = Vec<R>;
-  static constexpr bool PRICED = true, CONVEX = false;
+  static constexpr bool PRICED = true, CONVEX = false, COMPILED = false;
   static constexpr R ORIGIN = FROM;
   V beta_[3], inverse[3];
-  template <int NV> Power(const Rows<R, NV> &rows) {
+  template <int NV> Power(const Problem &, const Rows<R, NV> &rows) {
     for (int n = 0; n < NV; ++n)
       for (int i = 0; i < Simd<R>::N; ++i)
         inverse[n][i] = rows.power[n * Simd<R>::N + i], beta_[n][i] = 1 / inverse[n][i];
@@ -106,9 +108,9 @@ template <class R, int FROM> struct Power {
 
 template <class R> struct Sigmoid {  // with a free marginal only
   using V = Vec<R>;
-  static constexpr bool PRICED = false;
+  static constexpr bool PRICED = false, COMPILED = false;
   static constexpr R ORIGIN = 0;
-  template <int NV> Sigmoid(const Rows<R, NV> &) {}
+  template <int NV> Sigmoid(const Problem &, const Rows<R, NV> &) {}
   INLINE Sigmoid of_row(int, int) const { return *this; }
   INLINE void at(int n, V t, V &p, V &w) const { times_prior(n, t, V{}, p, w); }
   INLINE void times_prior(int, V t, V log_prior, V &p, V &w) const {
@@ -118,12 +120,29 @@ template <class R> struct Sigmoid {  // with a free marginal only
   }
 };
 
+// What the x of a key must exceed for the key to have weight is anchor - h - origin: for compiled links, where t is
+// `lower` (-inf: every key has weight).
+template <class R, class Link> INLINE R origin_of(const Link &link) {
+  if constexpr (Link::COMPILED)
+    return -link.lower;
+  else
+    return Link::ORIGIN;
+}
+// The dual is (anchor - h - shift)/c.
+template <class R, class Link> constexpr R dual_shift() {
+  if constexpr (Link::COMPILED)
+    return 0;
+  else
+    return Link::ORIGIN;
+}
+
 // Call f with the tag of the link that the call's alpha and family select.
 template <class L> struct Tag {
   using Link = L;
 };
 template <class R, class F> void with_link(const Problem &p, F f) {
   if (p.family == regard::FERMI_DIRAC) return f(Tag<Sigmoid<R>>());
+  if (p.family == regard::COMPILED) return f(Tag<Compiled<R>>());
   if (!p.alpha && p.alpha_value == 2) return f(Tag<Sparsemax<R>>());
   if (!p.alpha && p.alpha_value == 1.5) return f(Tag<Entmax<R>>());
   return p.centred ? f(Tag<Power<R, 1>>()) : f(Tag<Power<R, 0>>());

@@ -58,7 +58,7 @@ bool list_by_prefilter(const Problem &p, const Terms &terms, const RequestedLink
     const int64_t keys = next - first;
     const Gate open = fill_gate(p, terms, rows, first, keys, s.gate, s.bias, s.spare, s.live + s.rows);
     if (open == CLOSED) continue;
-    float *gate = open == PARTLY ? s.gate : nullptr;
+    float *gate = open >= WEIGHTED ? s.gate : nullptr;
     V price[NV];  // or the largest score, which must be found even where a null key takes all of the mass
     for (int n = 0; n < NV; ++n) price[n] = sums.price_bound[n] < sums.top[n] ? sums.price_bound[n] : sums.top[n];
     bool whole = first % PREFILTER_KEYS == 0 && (next % PREFILTER_KEYS == 0 || next == p.Tk);

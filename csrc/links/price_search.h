@@ -8,6 +8,7 @@
 // that is sure to be above also gives a lower bound of the price, which decides which keys are candidates.
 #pragma once
 #include "links/candidate_lists.h"
+#include "links/compiled_search.h"
 #include "links/link_workspace.h"
 #include "links/links.h"
 
@@ -25,15 +26,14 @@ void sum_weights(const Link &link, int64_t rows, int64_t stride, const R *x, con
   for (int64_t from = 0; from < rows; from += 64 * stride) {  // in pieces, for shorter chains of rounding errors
     const int64_t to = min_of(rows, from + 64 * stride);
     V p_part[NV] = {}, w_part[NV] = {};
+    Evaluated<R, Link, 64, NV> evaluated;
+    evaluated.fill(link, 0, (to - from + stride - 1) / stride, x + from * L, stride * L, anchor, h);
     for (int64_t j = from; j < to; j += stride)
 #pragma GCC unroll 4
       for (int n = 0; n < NV; ++n) {
         const V d = load(x + j * L + n * N) - anchor[n] + h[n];
         V p, w;
-        if (PRIOR)
-          link.times_prior(n, d, load(prior + j * L + n * N), p, w);
-        else
-          link.at(n, d, p, w);
+        evaluated.template get<PRIOR>(link, (j - from) / stride, n, n, d, prior + j * L + n * N, p, w);
         p_part[n] += p, w_part[n] += w;
         some[n] -= (Mask<R>)(p > 0);
       }
@@ -109,15 +109,59 @@ struct StepCounts {  // of one step
   bool above;        // whether all h were above their solution
 };
 
+// One step of the rows of vector n, from their mass and its derivative at h. `all_keys`: they are of all keys, not of a
+// sample. `above` becomes false if some h is below its solution.
+template <class R, int NV, class Link>
+void move_price(const Problem &p, const Rows<R, NV> &rows, const Link &link, int n, Vec<R> mass, Vec<R> slope,
+                int iteration, bool all_keys, RowSums<R, NV> &sums, bool &above) {
+  using V = Vec<R>;
+  using M = Mask<R>;
+  const bool relax = p.marginal == regard::RELAX, convex = Link::CONVEX && !relax;
+  const V h = sums.h[n];
+  V &low = sums.low[n], &high = sums.high[n], &width = sums.width[n];
+  V target = broadcast((R)p.mass), move;
+  if (relax) {
+    const V dual = (sums.anchor[n] - h - Link::ORIGIN) / rows.c[n], by_h = (R)1 / (rows.c[n] * sums.level[n]);
+    target = exp2_bounded((R)LOG2E * dual / sums.level[n]);
+    move = -vlog(vmax(broadcast(TINY<R>), mass / target)) / (link.beta(n) * slope / mass + by_h);
+  } else {
+    move = link.newton_step(n, mass / target) * target / slope;
+  }
+  const V ratio = mass / target, away = ratio - (R)1, distance = away < 0 ? -away : away;
+  above &= !any((ratio < (R)1) & ~sums.done[n]);
+  low = ((ratio <= (R)1) & (h > low)) ? h : low;
+  high = ((ratio >= (R)1) & (h < high)) ? h : high;
+  V next = h + move;
+  // Where the equation is nearly linear, one more step squares a distance this small. Else go on until h stays.
+  const V size = h < 0 ? -h : h, moved = move < 0 ? -move : move;
+  M last = distance < (convex ? (sizeof(R) == 4 ? (R)3e-5 : (R)1e-8) : (R)2 * EPS<R>);
+  last |= ((moved <= EPS<R> * size) & (distance < (R)1e-3)) | (ratio != ratio);
+  const M open = high == INF<R>, bad = ~((next > low) & (next < high)) & ~last;
+  const M shut = ~open & (high - low <= (R)2 * EPS<R> * size);
+  const V middle = low * (R)0.5 + high * (R)0.5;
+  next = bad ? (open ? h + width : middle) : next;
+  width = bad & open ? width * (R)4 : width;
+  next = ((shut & bad) | (ratio != ratio)) ? h : next;  // the mass of a relaxed row may be too small for a ratio
+  if (!convex && iteration >= 30 && iteration % 2) next = (open | last) ? next : middle;
+  // Convex equations: a step from above stays above. Others: only the bracket is sure. A little lower, for rounding.
+  const M sure = (ratio >= (R)1) & ~bad & (convex ? ~M{} : M{});
+  const V anchor = sums.anchor[n];
+  const V bound = (sure ? next : high) + (R)16 * EPS<R> * (size + Link::ORIGIN + (anchor < 0 ? -anchor : anchor));
+  const V price = anchor - bound - Link::ORIGIN;
+  if (all_keys)
+    sums.price_bound[n] = (~sums.done[n] & ~open & (price > sums.price_bound[n])) ? price : sums.price_bound[n];
+  sums.h[n] = sums.done[n] ? h : next;
+  sums.done[n] |= last | shut;
+}
+
 // One step of the search over a panel (or lists), or over a sample of it. Returns whether all rows are done. The lower
 // bounds of the price are updated where all keys were summed (stride 1).
 template <class R, int NV, class Link>
 bool search_step(const Problem &p, const Rows<R, NV> &rows, const Link &link, int64_t panel_rows, int64_t stride,
                  const R *x, const R *prior, int iteration, RowSums<R, NV> &sums, StepCounts &counts) {
   using V = Vec<R>;
-  using M = Mask<R>;
   constexpr int N = Simd<R>::N;
-  const bool sink = p.marginal == regard::SINK, relax = p.marginal == regard::RELAX, convex = Link::CONVEX && !relax;
+  const bool sink = p.marginal == regard::SINK;
   V mass_at_h[NV], slope[NV], count[NV];
   if (prior)
     sum_weights<R, NV, Link, true>(link, panel_rows, stride, x, prior, sums.anchor, sums.h, mass_at_h, slope, count);
@@ -127,7 +171,6 @@ bool search_step(const Problem &p, const Rows<R, NV> &rows, const Link &link, in
   counts = {0, 0, true};
   for (int n = 0; n < NV; ++n) {
     const V h = sums.h[n];
-    V &low = sums.low[n], &high = sums.high[n], &width = sums.width[n];
     for (int i = 0; i < N; ++i)
       if (n * N + i < rows.n)
         counts.total += count[n][i], counts.longest = max_of(counts.longest, (int64_t)count[n][i]);
@@ -136,42 +179,19 @@ bool search_step(const Problem &p, const Rows<R, NV> &rows, const Link &link, in
       link.at(n, sums.null_x[n] + h, p0, w0);
       mass_at_h[n] += p0, slope[n] += w0;
     }
-    V target = broadcast((R)p.mass), move;
-    if (relax) {
-      const V dual = (sums.anchor[n] - h - Link::ORIGIN) / rows.c[n], by_h = (R)1 / (rows.c[n] * sums.level[n]);
-      target = exp2_bounded((R)LOG2E * dual / sums.level[n]);
-      move = -vlog(vmax(broadcast(TINY<R>), mass_at_h[n] / target)) / (link.beta(n) * slope[n] / mass_at_h[n] + by_h);
-    } else {
-      move = link.newton_step(n, mass_at_h[n] / target) * target / slope[n];
-    }
-    const V ratio = mass_at_h[n] / target, away = ratio - (R)1, distance = away < 0 ? -away : away;
-    counts.above &= !any((ratio < (R)1) & ~sums.done[n]);
-    low = ((ratio <= (R)1) & (h > low)) ? h : low;
-    high = ((ratio >= (R)1) & (h < high)) ? h : high;
-    V next = h + move;
-    // Where the equation is nearly linear, one more step squares a distance this small. Else go on until h stays.
-    const V size = h < 0 ? -h : h, moved = move < 0 ? -move : move;
-    M last = distance < (convex ? (sizeof(R) == 4 ? (R)3e-5 : (R)1e-8) : (R)2 * EPS<R>);
-    last |= ((moved <= EPS<R> * size) & (distance < (R)1e-3)) | (ratio != ratio);
-    const M open = high == INF<R>, bad = ~((next > low) & (next < high)) & ~last;
-    const M shut = ~open & (high - low <= (R)2 * EPS<R> * size);
-    const V middle = low * (R)0.5 + high * (R)0.5;
-    next = bad ? (open ? h + width : middle) : next;
-    width = bad & open ? width * (R)4 : width;
-    next = ((shut & bad) | (ratio != ratio)) ? h : next;  // the mass of a relaxed row may be too small for a ratio
-    if (!convex && iteration >= 30 && iteration % 2) next = (open | last) ? next : middle;
-    // Convex equations: a step from above stays above. Others: only the bracket is sure. A little lower, for rounding.
-    const M sure = (ratio >= (R)1) & ~bad & (convex ? ~M{} : M{});
-    const V anchor = sums.anchor[n];
-    const V bound = (sure ? next : high) + (R)16 * EPS<R> * (size + Link::ORIGIN + (anchor < 0 ? -anchor : anchor));
-    const V price = anchor - bound - Link::ORIGIN;
-    if (stride == 1)
-      sums.price_bound[n] = (~sums.done[n] & ~open & (price > sums.price_bound[n])) ? price : sums.price_bound[n];
-    sums.h[n] = sums.done[n] ? h : next;
-    sums.done[n] |= last | shut;
+    move_price(p, rows, link, n, mass_at_h[n], slope[n], iteration, stride == 1, sums, counts.above);
     settled &= !any(~sums.done[n]);
   }
   return settled;
+}
+
+// Whether rows may turn to lists: keys below some x have no weight, and nothing depends on all keys, as the value and a
+// ceiling do.
+template <class Link> bool lists_keys(const Problem &p, const Link &link) {
+  if constexpr (Link::COMPILED)
+    return link.lower > -INF<double> && link.ceiling == INF<double> && !p.free_energy;
+  else
+    return true;
 }
 
 // The headroom of each row, from the panel or from lists. Turns to lists when at most `share` of the keys have weight
@@ -179,7 +199,7 @@ bool search_step(const Problem &p, const Rows<R, NV> &rows, const Link &link, in
 template <class R, int NV, class Link>
 bool search(const Problem &p, const Rows<R, NV> &rows, const Link &link, LinkPanels<R, NV> &s, RowSums<R, NV> &sums,
             bool listed, int iterations, double share, StepCounts &counts) {
-  const bool may_list = p.marginal != regard::RELAX && share > 0;
+  const bool may_list = p.marginal != regard::RELAX && share > 0 && lists_keys(p, link);
   int64_t list_rows = listed ? pad_lists(s) : 0;
   begin_search(p, rows, link, sums);
   if (!listed && s.rows >= SAMPLE * 32) {  // a first guess from a sample: Newton's method may begin anywhere
@@ -188,7 +208,14 @@ bool search(const Problem &p, const Rows<R, NV> &rows, const Link &link, LinkPan
     Vec<R> guess[NV];
     for (int n = 0; n < NV; ++n) guess[n] = sums.h[n];
     begin_search(p, rows, link, sums);
-    for (int n = 0; n < NV; ++n) sums.h[n] = (guess[n] < sums.h[n]) & ~sums.done[n] ? guess[n] : sums.h[n];
+    for (int n = 0; n < NV; ++n) {
+      Mask<R> better = guess[n] < sums.h[n];
+      if constexpr (Link::COMPILED) {  // where the search does not begin above the solution, any guess is better
+        const Mask<R> found = (guess[n] > -FULL<R>)&(guess[n] < FULL<R>);
+        better = found & (p.marginal == regard::RELAX ? found : better | ~sums.reached[n]);
+      }
+      sums.h[n] = better & ~sums.done[n] ? guess[n] : sums.h[n];
+    }
   }
   for (int iteration = 0; iteration < iterations; ++iteration) {
     const bool settled = search_step<R, NV, Link>(p, rows, link, listed ? list_rows : s.rows, 1, listed ? s.list : s.x,

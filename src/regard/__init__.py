@@ -3,7 +3,10 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import acceleration
 from ._version import __version__ as __version__
+from .acceleration import accelerated
+from .function_priors import from_flex, prior
 from .operator import Choice, attention, select_backend
 from .plan import Certificate, Path, Plan, block_mass, certify, path, solve, topk, weights_at
 from .priors import ALiBi, Bias, Causal, Documents, Window
@@ -14,17 +17,21 @@ from .statistics import AuxOutput, AuxRequest
 from .structured import Decay, Density, LowRank, Relative, Selected
 
 if TYPE_CHECKING:  # loaded when first used, so that `import regard` is quick; `_LAZY` and `_MODULES` say the same
+    from . import auditing as auditing
     from . import estimation as estimation
     from . import features as features
     from . import geometry as geometry
     from . import hf as hf
     from . import inspection as inspection
     from . import nn as nn
+    from . import testing as testing
+    from .auditing import Audit, audit
     from .estimation import Calibration, Estimate, Evidence, calibrate, estimate, evidence
     from .inspection import Inspection, Monitor, inspect, watch
 
-_MODULES = ("estimation", "features", "geometry", "hf", "inspection", "nn")
+_MODULES = ("auditing", "estimation", "features", "geometry", "hf", "inspection", "nn", "testing")
 _LAZY = {
+    **dict.fromkeys(("Audit", "audit"), ".auditing"),
     **dict.fromkeys(("Calibration", "Estimate", "Evidence", "calibrate", "estimate", "evidence"), ".estimation"),
     **dict.fromkeys(("Inspection", "Monitor", "inspect", "watch"), ".inspection"),
 }
@@ -32,6 +39,7 @@ _LAZY = {
 __all__ = [
     "KL",
     "ALiBi",
+    "Audit",
     "AuxOutput",
     "AuxRequest",
     "Bias",
@@ -64,20 +72,26 @@ __all__ = [
     "Transport",
     "Tsallis",
     "Window",
+    "accelerated",
     "attention",
+    "audit",
     "block_mass",
     "calibrate",
     "certify",
     "estimate",
     "evidence",
+    "from_flex",
     "inspect",
     "path",
+    "prior",
     "select_backend",
     "solve",
     "topk",
     "watch",
     "weights_at",
 ]
+
+acceleration.offer()
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,8 @@ imports a name of PyTorch that begins with an underscore.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -25,10 +27,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 __all__ = [
     "PLAIN_TENSOR_TYPES",
+    "DispatchMode",
+    "Override",
     "add_legacy_batch",
     "autocast_anywhere",
     "autograd_inside",
@@ -44,8 +49,10 @@ __all__ = [
     "is_gradtrackingtensor",
     "is_legacy_batchedtensor",
     "legacy_vmap_level",
+    "offer_flash_attention",
     "pytree",
     "register_batching_rule",
+    "remove_forward_hook",
     "remove_legacy_batch",
     "transform_depth",
     "transforms_active",
@@ -54,6 +61,7 @@ __all__ = [
     "tree_unflatten",
     "unwrap_dead_wrappers",
     "unwrap_if_dead",
+    "writes_to_arguments",
 ]
 
 # Tensors whose memory holds their values, and the types that PyTorch's own tracing puts in their place.
@@ -152,9 +160,85 @@ def constant_when_traced(function: _F) -> _F:
     return function
 
 
+class DispatchMode(TorchDispatchMode):
+    """A mode that is not hidden from Dynamo: hiding it would import Dynamo, which takes seconds."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def writes_to_arguments(operator: Any) -> bool:
+    """Whether an operator changes one of its arguments in place."""
+    return any(a.alias_info is not None and a.alias_info.is_write for a in operator._schema.arguments)
+
+
 _library = torch.library.Library("regard", "FRAGMENT")
 
 
 def register_batching_rule(operator: Any, rule: Callable[..., Any]) -> None:
     """Register how an operator of regard computes on batched gradients."""
     _library.impl(operator._opname, rule, "Batched")
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------------
+
+
+def remove_forward_hook(module: torch.nn.Module, hook: Callable[..., Any]) -> None:
+    """Remove a function from a module's hooks before and after forward, wherever it is among them."""
+    for hooks, options in (
+        (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
+        (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
+    ):
+        for key in [key for key, found in hooks.items() if found is hook]:
+            del hooks[key]
+            for option in options:
+                option.pop(key, None)
+
+
+# --- other kernels for PyTorch's own operators ------------------------------------------------------------------------
+
+
+class Override:
+    """Kernels in place of PyTorch's on the CPU, until `remove`. The first argument of each is PyTorch's own kernel."""
+
+    def __init__(self, kernels: dict[str, Callable[..., Any]]) -> None:
+        self._library: Any = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+            for name, kernel in kernels.items():
+                _replace(self._library, name, kernel)
+
+    def remove(self) -> None:
+        """Restore PyTorch's kernels."""
+        self._library._destroy()
+
+
+def _replace(library: Any, name: str, kernel: Callable[..., Any]) -> None:
+    if hasattr(torch.library, "get_kernel"):
+        stock: Callable[..., Any] = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
+        how = {"dispatch_key": "CPU", "allow_override": True}
+    else:  # before 2.9 a kernel that was replaced cannot be called: register one step above it
+        operator = getattr(torch.ops.aten, name).default
+        below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+        how = {"dispatch_key": "BackendSelect"}
+
+        def below_us(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            return operator.redispatch(keys & below, *args, **kwargs)
+
+        stock = below_us
+
+    def replaced(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if not args[0].is_cpu:  # meta tensors, before 2.9
+            return stock(keys, *args, **kwargs)
+        return kernel(functools.partial(stock, keys), *args, **kwargs)
+
+    library.impl(name, replaced, with_keyset=True, **how)
+
+
+def offer_flash_attention(name: str, activate: Callable[[], Any]) -> None:
+    """Register an implementation that `torch.nn.attention.activate_flash_attention_impl(name)` activates; nothing in
+    versions of PyTorch without that function."""
+    register = getattr(torch.nn.attention, "register_flash_attention_impl", None)
+    if register is not None:
+        register(name, register_fn=activate)

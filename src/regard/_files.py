@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,8 +68,9 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     with _named(path):
         part = _beside(path)
         if part is None or Path(path).exists():  # a file that may not be written is not replaced either
-            with Path(path).open("ab"):
-                pass
+            with Path(path).open("ab", buffering=0) as file:
+                if stat.S_ISCHR(os.fstat(file.fileno()).st_mode) and not file.isatty():
+                    file.write(b"\n")  # a device, such as /dev/null or /dev/full
         if part is None:
             return
         try:

@@ -31,6 +31,8 @@ class Examined(NamedTuple):
 
     upper: float  # link counts as inf at and above it
     signed: bool  # link inverts f' at negative ratios, too: plans may be negative
+    ceiling: float  # the largest ratio, or inf
+    full_support: bool  # link is positive everywhere, because f' falls without bound towards the ratio 0
 
 
 def examine(f: Function, link: Function, slope: Function, lower: float) -> Examined:
@@ -42,7 +44,7 @@ def examine(f: Function, link: Function, slope: Function, lower: float) -> Exami
             raise
         for device in _captured_devices(f, link, slope):  # the functions may hold tensors of another device
             if device.type == "meta" and type(torch.empty(1, device=device)) is Tensor:
-                return Examined(math.inf, False)  # meta tensors have no values to compare
+                return Examined(math.inf, False, math.inf, False)  # meta tensors have no values to compare
             try:
                 return _examine(_moved(f, device), _moved(link, device), _moved(slope, device), lower)
             except ValueError as other:
@@ -80,7 +82,8 @@ def _examine(f: Function, link: Function, slope: Function, lower: float) -> Exam
         if points is not None:
             _differentiates(link, slope, lower, points)
     _elementwise(f, link, slope, lower, ratios, derivatives)
-    return Examined(upper, negative is not None)
+    full_support = lower == -math.inf and not _settled(ratios, derivatives)
+    return Examined(upper, negative is not None, _ceiling(link, ratios, derivatives), full_support)
 
 
 def _wrong(name: str, expected: str, got: str) -> ValueError:
@@ -229,13 +232,19 @@ def _misses(f: Function, t: Tensor, y: Tensor) -> Tensor:
     return ~((below <= t + slack) & (t - slack <= above))
 
 
+def _settled(ratios: Tensor, derivatives: Tensor) -> bool:
+    """Whether f' has a finite limit at the ratio 0."""
+    bottom = float(derivatives[0])
+    return abs(bottom - float(derivatives[ratios <= ratios[0].sqrt()][-1])) <= CLOSE * (1 + abs(bottom))
+
+
 def _below(
     f: Function, link: Function, slope: Function, lower: float, ratios: Tensor, derivatives: Tensor
 ) -> Tensor | None:
     """Check link below f' of the smallest ratio. There link and slope are 0 or nearly 0, and the result is None. Or
     link is negative and inverts f' at negative ratios, too: then the result is f' at such ratios, in rising order."""
     bottom = float(derivatives[0])
-    settled = abs(bottom - float(derivatives[ratios <= ratios[0].sqrt()][-1])) <= CLOSE * (1 + abs(bottom))
+    settled = _settled(ratios, derivatives)
     size = max(1.0, abs(bottom))
     if lower > -math.inf:
         if bottom - lower <= NOISE * (1 + abs(lower)):
@@ -295,6 +304,16 @@ def _above(f: Function, link: Function, ratios: Tensor, derivatives: Tensor) -> 
         "an increasing function",
         f"{_show(x[i])} at t = {_show(top)} and {_show(found[j])} at t = {_show(beyond[j])}",
     )
+
+
+def _ceiling(link: Function, ratios: Tensor, derivatives: Tensor) -> float:
+    """The largest ratio: the limit of link where f is finite on a bounded interval only, else inf."""
+    if ratios[-1] >= 0.99e6:
+        return math.inf
+    top = float(derivatives[-1])
+    found = _call("link", link, top + max(1.0, abs(top)) * _tensor(100, 1000, 1e4))
+    # Where f only overflows, as exp does, link goes on rising.
+    return float(found[-1]) if bool((found - found[-1] == 0).all()) else math.inf
 
 
 def _differentiates(link: Function, slope: Function, lower: float, t: Tensor) -> None:

@@ -64,7 +64,8 @@ def _masked_up_to(mask: Tensor) -> float:
 def refuse_causal(name: str, form: Form, Tq: int, Tk: int, device: torch.device) -> None:
     """Raise if the prior of a form is causal in some head, where its values can be read: it admits keys below the
     diagonal and none above, and the column constraint has an effect."""
-    tensors = [t for t in (form.mask, form.score_bias, *form.log_priors, form.query_ids) if t is not None]
+    masks = (form.mask, form.score_bias, *form.log_priors, form.query_ids, form.tile_map)
+    tensors = [t for t in masks if t is not None]
     if Tq != Tk or Tq < 2 or not tensors or not all(concrete(t) for t in tensors):
         return
     floats = [_one_of_each(t) for t in (form.score_bias, *form.log_priors) if t is not None]
@@ -72,6 +73,7 @@ def refuse_causal(name: str, form: Form, Tq: int, Tk: int, device: torch.device)
     prior = Form(log_priors=floats, query_ids=form.query_ids, key_ids=form.key_ids)
     prior.mask = None if form.mask is None else _one_of_each(form.mask)
     prior.left, prior.right, prior.offset = form.left, form.right, form.offset
+    prior.tile_map, prior.tiles = form.tile_map, form.tiles
     below: Any = False  # [B|1, H|1] each
     above: Any = False
     choice: Any = False

@@ -7,12 +7,15 @@ where they admit any. For any other prior all pairs are counted, block by block.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import tiles
+from ._compat import forward_mode, transforms_active
 from ._validate import Scalar, check_values, row_parameter
+from .compiled.pairs import log_prior_at
 from .form import Form
 from .priors import PlanShape
 from .problem import ByKeys
@@ -20,8 +23,14 @@ from .problem import ByKeys
 _PAIRS = 2**17  # that are counted at once
 
 
-def temperature_by_keys(form: Form, rule: ByKeys, shape: PlanShape) -> Tensor:
-    """The temperature of each row, [B|1, H|1, Tq, 1]."""
+def lower_by_keys(form: Form, rule: ByKeys, shape: PlanShape) -> Tensor | None:
+    """Set the temperature of each row, [B|1, H|1, Tq, 1]. Returns what the scores are to be multiplied by, or None.
+
+    Scores s, the parameter m of the marginal and the temperature tau count only as s/tau and m/tau. So a change of
+    1/tau is a change of s and m by the same factor. The factor that is returned is 1, and it has the derivatives of the
+    rule; then the temperature has none. Through the temperature they would lose digits where 1/tau is small, because
+    sums of G (s - price) cancel when prices grow as tau, and at 1/tau = 0 there would be none.
+    """
 
     def parameter(name: str, value: Scalar) -> Tensor:
         if not isinstance(value, Tensor):
@@ -38,13 +47,52 @@ def temperature_by_keys(form: Form, rule: ByKeys, shape: PlanShape) -> Tensor:
         log_count = torch.where(several, count, 2).to(shape.dtype).log()
     inverse = offset + slope * torch.where(several, log_count**power, 0.0)
     check_values("temperature", inverse, "ByKeys with 1/temperature >= 0", lambda x: (x >= 0) & x.isfinite())
+    # 1/temperature = 0 is the limit of high temperatures, where the plan is the prior's own to rounding.
+    form.temperature = 1 / inverse.clamp(min=_LEAST[shape.dtype])
+    if not _differentiated(inverse):
+        return None
+    if form.softcap is None and form.score_bias is None:
+        form.temperature = form.temperature.detach()
+        return 1 + (inverse - inverse.detach()) * form.temperature
     # In a row of one key the power is constant, and under plain rows so is the plan: there a limit needs no gradient.
     varied = several if form.marginal == "rows" or not offset.requires_grad else torch.ones_like(several)
-    if inverse.requires_grad:
-        zero = torch.where(varied, inverse, 1.0)
-        check_values("temperature", zero, "ByKeys with 1/temperature > 0 where it needs a gradient", lambda x: x > 0)
-    # 1/temperature = 0 is the limit of high temperatures, where the plan is the prior's own to rounding.
-    return 1 / inverse.clamp(min=_LEAST[shape.dtype])
+    check_values(
+        "temperature",
+        torch.where(varied, inverse, 1.0),
+        "ByKeys with 1/temperature > 0 where it needs a gradient and there is a softcap or a float attn_mask",
+        lambda x: x > 0,
+    )
+    return None
+
+
+class _Carry(torch.autograd.Function):
+    """query * factor where factor is 1: the query itself, without a copy, with the gradient of the product."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(query, factor)
+        return query.view_as(query)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (grad,), (query, factor) = grads, ctx.saved_tensors
+        by_row = (grad[..., None, :] @ query[..., None]).squeeze(-1)
+        again = torch.is_grad_enabled()  # a second derivative depends on the factor
+        return grad * factor if again else grad, by_row.sum_to_size(factor.shape)
+
+
+def times_one(query: Tensor, factor: Tensor) -> Tensor:
+    """query * factor for a factor of 1 that has a gradient."""
+    if torch.compiler.is_compiling() or transforms_active() or forward_mode():
+        return query * factor
+    out: Tensor = _Carry.apply(query, factor)  # type: ignore[assignment]
+    return out
+
+
+def _differentiated(tensor: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return tensor.requires_grad
+    return (torch.is_grad_enabled() and tensor.requires_grad) or transforms_active() or forward_mode()
 
 
 _LEAST = {torch.float32: 1e-12, torch.float64: 1e-24}
@@ -60,7 +108,8 @@ def admissible_keys(form: Form) -> Tensor:
     masks = [bias != -math.inf for bias in (form.score_bias, *form.log_priors) if bias is not None]
     masks += [] if form.mask is None else [form.mask]
     masks += [] if form.density is None else [form.density > 0]
-    if form.selected is not None or form.tile_map is not None or any(mask.shape[2] > 1 for mask in masks):
+    structured = form.selected is not None or form.tile_map is not None or form.function is not None
+    if structured or any(mask.shape[2] > 1 for mask in masks):
         return _count_pairs(form)
     position = torch.arange(Tq, device=device) + form.offset
     first = torch.zeros_like(position) if form.left is None else (position - form.left).clamp(0, Tk)
@@ -127,7 +176,6 @@ def _count_tiles(form: Form, tile_map: Tensor) -> Tensor:
 
 
 def _count_listed(form: Form, selected: Tensor) -> Tensor:
-    """`selected` lists each block once, in ascending order."""
     Tq, Tk = form.shape[2:]
     shape = torch.broadcast_shapes((*_leading(form), Tq), selected.shape[:3])
     lists = selected.expand(*shape, selected.shape[3])
@@ -137,7 +185,9 @@ def _count_listed(form: Form, selected: Tensor) -> Tensor:
     within = torch.arange(form.selected_block, device=lists.device)
     counts = []
     for start in range(0, Tq, step):
-        part = lists[:, :, start : start + step].clamp(max=Tk)  # a list is filled up with numbers beyond the keys
+        part = lists[:, :, start : start + step].sort(-1).values
+        again = torch.nn.functional.pad(part[..., 1:] == part[..., :-1], (1, 0))
+        part = torch.where(again | (part < 0), Tk, part)  # beyond the keys
         i = torch.arange(start, start + part.shape[2], device=lists.device)[:, None]
         j = (part[..., None] * form.selected_block + within).flatten(3)
         allowed = _admits(form, b, h, i, j.clamp(max=Tk - 1)) & (j < Tk)
@@ -149,7 +199,8 @@ def _leading(form: Form) -> tuple[int, int]:
     """[B|1, H|1]: over which batch entries and heads the count may vary."""
     parts = [form.mask, form.score_bias, *form.log_priors, form.density, form.query_ids, form.key_ids]
     parts += [form.selected, form.tile_map]
-    batch, heads = torch.broadcast_shapes(*(part.shape[:2] for part in parts if part is not None))
+    own = (1, 1) if form.function is None else form.shape[:2]
+    batch, heads = torch.broadcast_shapes(own, *(part.shape[:2] for part in parts if part is not None))
     return batch, heads
 
 
@@ -170,6 +221,9 @@ def _admits(form: Form, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     for bias in (form.score_bias, *form.log_priors):
         if bias is not None:
             allowed = allowed & (at(bias) != -math.inf)
+    if form.function is not None:
+        found = log_prior_at(form.function, form.captured, (b, h, i + form.offset, j), form.dtype)
+        allowed = allowed & (found != -math.inf)
     if form.density is not None:
         allowed = allowed & (at(form.density) > 0)
     if form.query_ids is not None and form.key_ids is not None:

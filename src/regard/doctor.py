@@ -16,6 +16,7 @@ from torch import Tensor
 from ._version import __version__
 from .backends import BACKENDS
 from .backends.native.engine import REMEDY, extension
+from .compiled import Unavailable, library
 from .operator import attention, select_backend
 from .priors import ALiBi, Causal, Window
 from .problem import Free, Rows, Transport
@@ -23,6 +24,7 @@ from .regularizers import FermiDirac, Tsallis
 from .statistics import AuxRequest
 
 _ENGINE_BACKEND = "native"  # the backend that cannot be tested where its compiled engine is missing
+_GPU_BACKEND = "triton"  # it has nothing to test on a CPU
 _OPENMP = ("libgomp", "libiomp", "libomp")  # GCC's, Intel's, LLVM's
 
 
@@ -36,11 +38,12 @@ def examine() -> dict[str, Any]:
     Raises `SettingError` if REGARD_ISA is invalid.
     """
     facts: dict[str, Any] = {"versions": versions(), "machine": machine(), "engine": engine(), "threads": threads()}
+    facts["cache"] = cache()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a missing engine is among the notes or the problems
         facts["problems_served"] = problems_served()
     facts["self_test"] = [
-        self_test(backend) for backend in BACKENDS if backend != _ENGINE_BACKEND or facts["engine"]["loaded"]
+        self_test(backend) for backend in _cpu_backends() if backend != _ENGINE_BACKEND or facts["engine"]["loaded"]
     ]
     facts["problems"], facts["notes"] = _problems_and_notes(facts)
     return facts
@@ -91,6 +94,34 @@ def engine() -> dict[str, Any]:
     }
 
 
+def cache() -> dict[str, Any]:
+    """The cache of compiled functions, and the compiler for new ones."""
+    found = library.contents()
+    try:
+        compiler, missing = library.compiler_version(), None
+    except Unavailable as error:
+        compiler, missing = None, str(error)
+    except OSError as error:
+        compiler, missing = None, f"the C++ compiler does not run: {error}"
+    return {
+        "path": str(found.path),
+        "libraries": found.files,
+        "bytes": found.bytes,
+        "limit": found.limit,
+        "problem": found.problem,
+        "compiler": compiler,
+        "no_compiler": missing,
+    }
+
+
+def clear_cache() -> int:
+    """Delete the compiled functions. Returns how many there were; raises `SettingError` if the cache is not used."""
+    try:
+        return library.clear()
+    except (Unavailable, OSError) as error:
+        raise SettingError(str(error)) from None
+
+
 def threads() -> dict[str, Any]:
     """The number of threads, its limit, and the OpenMP runtimes of this process."""
     return {
@@ -130,13 +161,17 @@ def _samples() -> dict[str, dict[str, Any]]:
     }
 
 
+def _cpu_backends() -> list[str]:
+    return [name for name in BACKENDS if name != _GPU_BACKEND]
+
+
 def problems_served() -> list[dict[str, Any]]:
     """For some problems: the backend that "auto" uses, and the reason of each backend that declines the problem."""
     q = torch.zeros(1, 2, 6, 8)
     rows = []
     for name, arguments in _samples().items():
         refusals = {}
-        for backend in BACKENDS:
+        for backend in _cpu_backends():
             try:
                 select_backend(q, q, q, **arguments, backend=backend)
             except NotImplementedError as error:
@@ -195,6 +230,9 @@ def _problems_and_notes(facts: dict[str, Any]) -> tuple[list[str], list[str]]:
         notes.append(
             f"the native engine was built without OpenMP (threads: {engine['threading']}): small calls are slower"
         )
+    if engine["loaded"]:
+        reasons = filter(None, (facts["cache"]["problem"], facts["cache"]["no_compiler"]))
+        notes += [f"{reason}: functions of your own run on the slower backends" for reason in reasons]
     if engine["loaded"] and engine["isa"] != engine["isas"][0]:
         notes.append(f"REGARD_ISA={engine['forced']}: this machine could use {engine['isas'][0]}")
     if cores and threads["torch"] > cores:

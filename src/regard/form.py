@@ -20,6 +20,7 @@ from torch import Tensor
 
 from . import _dropout, tiles
 from ._validate import Scalar, compute_dtype, concrete
+from .compiled import pairs
 from .regularizers import Regularizer, regularizer_of
 
 
@@ -47,7 +48,7 @@ class Form:
     score_bias: Tensor | None = None  # a float attn_mask
 
     # The prior is pi = density * exp(sum(log_priors) - slopes * |distance| + relative[distance] + <query_factor,
-    # key_factor> + decay_query - decay_key), and pi = 0 where a key is masked.
+    # key_factor> + decay_query - decay_key + function), and pi = 0 where a key is masked.
     mask: Tensor | None = None  # a bool attn_mask, True = admissible
     log_priors: list[Tensor] = field(default_factory=list)
     slopes: Tensor | None = None  # [1, H|1, 1, 1]
@@ -57,12 +58,15 @@ class Form:
     decay_query: Tensor | None = None  # [B|1, H|1, Tq, 1] float64: cumulative sums, of which only differences count
     decay_key: Tensor | None = None  # [B|1, H|1, 1, Tk] float64
     density: Tensor | None = None  # a key of density 0 has no weight, but is read
-    selected: Tensor | None = None  # [B|1, H|1, Tq, n] in increasing order: key j is masked unless j // block is there
+    selected: Tensor | None = None  # [B|1, H|1, Tq, n]: key j is masked unless j // block is there; -1 is no block
     selected_block: int = 1
     tile_map: Tensor | None = None  # [B|1, H|1, tiles, tiles]: a mask by tiles of 64 x 64 pairs (tiles.py)
     tiles: Tensor | None = None  # [n, 64]
     query_ids: Tensor | None = None  # [B|1, 1, Tq, 1]; a key is admissible if its id is the query's, and not negative
     key_ids: Tensor | None = None  # [B|1, 1, 1, Tk]
+    function: str | None = None  # log pi as a graph of b, h, position, j (compiled/pairs.py)
+    captured: list[Tensor] = field(default_factory=list)  # the tensors that it reads
+    untraced: str | None = None  # why a function of the user's is not here, but a dense log-prior
     left: int | None = None  # the first admissible key of query i is i + offset - left
     right: int | None = None  # the last one at position + right
     offset: int = 0  # query i is at key position i + offset
@@ -91,6 +95,8 @@ class Form:
     # Where this block begins in the whole plan.
     first_query: int = 0
     first_key: int = 0
+    first_batch: int = 0
+    first_head: int = 0
 
     # Objects that a torch.library operator does not need: an FDivergence (its family name is passed), the settings of
     # columns, and the dtype that the output is cast to.
@@ -130,7 +136,7 @@ class Form:
     def weighted(self) -> bool:
         """Whether the prior may have other values than 0 and 1."""
         terms = (self.slopes, self.relative, self.query_factor, self.decay_query, self.density)
-        return bool(self.log_priors) or any(term is not None for term in terms)
+        return bool(self.log_priors) or self.function is not None or any(term is not None for term in terms)
 
     @property
     def has_prior(self) -> bool:
@@ -202,10 +208,14 @@ class Form:
         block = self.with_tensors(tensors)
         block.first_query += queries.start
         block.first_key += keys.start
+        block.first_batch += batch.start or 0
+        block.first_head += heads.start or 0
         return block
 
     def cut_slot(self, name: str, tensor: Tensor, batch: slice, heads: slice, queries: slice, keys: slice) -> Tensor:
         """The part of one slot (or of a gradient of its shape) that belongs to a block."""
+        if name.startswith("captured."):
+            return tensor
         if name in ("key", "value"):
             return tensor[batch, heads.start // self.group : -(-heads.stop // self.group), keys]
         cuts = {"b": batch, "h": heads, "q": queries, "k": keys}
@@ -246,6 +256,8 @@ class Form:
         if self.selected is not None:
             parts.append(self._selects(Tk))
         parts += [bias != -math.inf for bias in (self.score_bias, *self.log_priors) if bias is not None]
+        if self.function is not None:
+            parts.append(self.function_prior(Tq, Tk, self.dtype, device).detach() != -math.inf)
         result = None
         for part in parts:
             result = part if result is None else result & part
@@ -258,7 +270,8 @@ class Form:
         blocks = -(-(first + Tk) // block)
         # One more column than blocks collects the entries that stand for no block.
         found = torch.zeros(*self.selected.shape[:3], blocks + 1, dtype=torch.bool, device=self.selected.device)
-        found.scatter_(3, self.selected.clamp(max=blocks), True)
+        index = torch.where(self.selected < 0, blocks, self.selected.clamp(max=blocks))
+        found.scatter_(3, index, True)
         return found[..., (torch.arange(Tk, device=found.device) + first) // block]
 
     def log_prior(
@@ -278,12 +291,23 @@ class Form:
         if self.decay_query is not None and self.decay_key is not None:
             # A masked key may be ahead of the query, where the sum would be positive and might overflow.
             terms.append((self.decay_query - self.decay_key).clamp(max=0).to(dtype))
+        if self.function is not None:
+            terms.append(self.function_prior(Tq, Tk, dtype, device))
         if self.density is not None and with_density:
             terms.append(self.density.to(dtype).log())
         result = None
         for term in terms:
             result = term if result is None else result + term
         return result
+
+    def function_prior(self, Tq: int, Tk: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """log pi of `function`, broadcastable to [B, H, Tq, Tk]."""
+        assert self.function is not None
+        B, H, _, _ = self.shape
+        starts = (self.first_batch, self.first_head, self.first_query + self.offset, self.first_key)
+        index = pairs.indices((B, H, Tq, Tk), starts, device)
+        found = pairs.log_prior_at(self.function, self.captured, index, dtype)
+        return found.expand(*(1,) * (4 - found.dim()), *found.shape)
 
     def kept(self, Tq: int, Tk: int, device: torch.device) -> Tensor:
         """True where dropout keeps a weight, [B, H, Tq, Tk]."""

@@ -33,7 +33,8 @@ from ._validate import (
     row_parameter,
 )
 from .causality import CAUSAL, refuse_causal, refuse_causal_tensor
-from .counting import temperature_by_keys
+from .compiled.pairs import indices, log_prior_at, product
+from .counting import lower_by_keys, times_one
 from .form import ColumnSettings, Form
 from .priors import Causal, PlanShape, Prior, Product, join_ids
 from .problem import Budget, ByKeys, Free, Rows, RowsAndColumns, TemperatureRule, Transport
@@ -96,7 +97,12 @@ def lower(
     if problem is not None or attn_mask is not None:
         _refuse_mixed(form)
     if problem is not None and isinstance(problem.temperature, ByKeys):
-        form.temperature = temperature_by_keys(form, problem.temperature, _plan_shape(query, key, lead, kv_heads))
+        factor = lower_by_keys(form, problem.temperature, _plan_shape(query, key, lead, kv_heads))
+        if factor is not None:
+            # In float32, because the gradient of the factor is a sum over the gradient of the query.
+            form.query, form.key, form.value = (x.to(form.dtype) for x in (query, key, value))
+            form.query, form.output_dtype = times_one(form.query, factor), dtype
+            _scale_marginal(form, factor)
     form.dropout_p = number("dropout_p", dropout_p, "a probability in [0, 1]", probability)
     if form.dropout_p > 0:
         seed = torch.randint(2**62, (1, 1, 1, 1), device=query.device)
@@ -127,9 +133,22 @@ def lower_scores(scores: Tensor, problem: Transport, dtype: torch.dtype | None =
     finite_scores = folded != -math.inf
     folded = torch.where(finite_scores, folded, 0.0)
     _also(form, finite_scores)
+    if form.function is not None:
+        form = _with_shape(form, folded)
     if isinstance(problem.temperature, ByKeys):
-        form.temperature = temperature_by_keys(_with_shape(form, folded), problem.temperature, plan_shape)
+        shaped = _with_shape(form, folded)
+        factor = lower_by_keys(shaped, problem.temperature, plan_shape)
+        form.temperature = shaped.temperature
+        if factor is not None:
+            folded = folded * factor
+            _scale_marginal(form, factor)
     return form, folded
+
+
+def _scale_marginal(form: Form, factor: Tensor) -> None:
+    """The parameter of the marginal is in the unit of the scores."""
+    if form.marginal in ("sink", "relax", "free"):
+        form.marginal_parameter = form.marginal_parameter * factor
 
 
 def _also(form: Form, mask: Tensor) -> None:
@@ -335,13 +354,12 @@ def _lower_columns(form: Form, problem: Transport, marginal: RowsAndColumns, sha
 
 def _check_columns(form: Form, problem: Transport, shape: PlanShape) -> None:
     """Raise for what a plan with both marginals cannot have: a temperature per query, temperature 0, a causal prior.
-    Selections and regions become a dense mask, because the solver also reads the plan with both sides exchanged."""
-    if form.selected is not None or form.tile_map is not None:
-        names = ("selected", "selected_block", "tile_map", "tiles")
-        allowed = Form(**{name: getattr(form, name) for name in names}).admissible(shape.Tq, shape.Tk, shape.device)
-        assert allowed is not None
-        _also(form, allowed)
-        form.selected = form.tile_map = form.tiles = None
+    A function becomes dense, because the solver also reads the plan with both sides exchanged."""
+    if form.function is not None:
+        index = indices((shape.B, shape.H, shape.Tq, shape.Tk), (0, 0, form.offset, 0), shape.device)
+        dense = log_prior_at(form.function, form.captured, index, shape.dtype)
+        form.log_priors.append(dense.expand(*(1,) * (4 - dense.dim()), *dense.shape))
+        form.function, form.captured = None, []
     if isinstance(problem.temperature, ByKeys):
         raise ValueError(
             "temperature: expected one for all queries of a head under RowsAndColumns, got ByKeys, which gives each "
@@ -413,6 +431,10 @@ def _lower_prior(form: Form, factors: tuple[Prior, ...], shape: PlanShape) -> No
             form.right = terms.right if form.right is None else min(form.right, terms.right)
         if terms.log_prior is not None:
             form.log_priors.append(terms.log_prior)
+        if terms.function is not None:
+            form.function = terms.function if form.function is None else product(form.function, terms.function)
+            form.captured = [*form.captured, *terms.captured]
+        form.untraced = form.untraced or terms.untraced
         form.slopes = _joined(torch.add, form.slopes, terms.slopes)
         form.relative = _joined(add_tables, form.relative, terms.relative)
         form.query_factor = _joined(_join_factors, form.query_factor, terms.query_factor)
@@ -420,9 +442,10 @@ def _lower_prior(form: Form, factors: tuple[Prior, ...], shape: PlanShape) -> No
         form.decay_query = _joined(torch.add, form.decay_query, terms.decay_query)
         form.decay_key = _joined(torch.add, form.decay_key, terms.decay_key)
         form.density = _joined(torch.mul, form.density, terms.density)
-        if terms.selected is not None and form.selected is None:
+        if terms.selected is not None and form.selected is None and form.marginal != "columns":
             form.selected, form.selected_block = terms.selected, terms.selected_block
-        elif terms.selected is not None:  # a second selection: the intersection of both is a region
+        elif terms.selected is not None:
+            # A second selection: the intersection of both is a region. So is one that has to be read from the keys.
             regions.append(factor)
         if terms.region is not None:
             regions.append(terms.region)
@@ -448,7 +471,8 @@ def _join_factors(one: Tensor, other: Tensor) -> Tensor:
 def _lower_regions(form: Form, region: Prior, shape: PlanShape) -> None:
     leaves = [leaf for leaf in pytree.tree_leaves(region) if isinstance(leaf, Tensor)]
     if torch.compiler.is_compiling() or not all(map(concrete, leaves)):
-        # The number of mixed tiles depends on values, which a traced graph cannot: it gets a dense bool mask.
+        # The number of mixed tiles depends on values, which a traced graph cannot: it gets a dense bool mask. (For
+        # long sequences operator.py breaks the graph instead. Under torch.func there is no such limit.)
         index = [torch.arange(n, device=shape.device) for n in (shape.B, shape.H, shape.Tq, shape.Tk)]
         b, h, i, j = (x.view([-1 if d == n else 1 for d in range(4)]) for n, x in enumerate(index))
         _also(form, region.admits(shape, b, h, i, j))

@@ -17,9 +17,13 @@ from .arguments import AttentionOptions
 from .backends import Choice
 from .dispatch import attend
 from .lowering import lower
+from .priors import Region
 from .problem import RowsAndColumns, Transport
 from .solvers import solver_for
 from .statistics import AuxOutput, requested
+from .structured import Selected
+
+DENSE_MASK = 2**22  # pairs of a head, up to which a compiled graph holds a region as a dense bool mask
 
 
 @overload
@@ -67,12 +71,28 @@ def attention(  # type: ignore[reportInconsistentOverload] - the overloads name 
     query [..., H, Tq, D], key [..., Hkv, Tk, D], value [..., Hkv, Tk, Dv] -> [..., H, Tq, Dv] in query's dtype.
     """
     run = attend
-    if problem is not None and torch.compiler.is_compiling() and isinstance(problem.marginal, RowsAndColumns):
+    if problem is not None and torch.compiler.is_compiling() and _breaks_graph(problem, query, key):
+        if torch.compiler.is_exporting() and isinstance(problem.marginal, RowsAndColumns):
+            raise NotImplementedError(
+                "problem: expected a marginal that torch.export can trace, got RowsAndColumns, whose number of passes "
+                "depends on the data (torch.compile without fullgraph=True serves it, by a break of the graph)"
+            )
         from .compile_break import attend_eagerly as run  # the graph breaks here
     return run(
         return_aux, backend, query, key, value,
         attn_mask, dropout_p, is_causal, scale, enable_gqa, problem, softcap, key_scale, score,
     )  # fmt: skip
+
+
+def _breaks_graph(problem: Transport, query: Tensor, key: Tensor) -> bool:
+    """A map of tiles has a size that depends on values. In a graph a region is a dense bool mask instead, if that is
+    small."""
+    if isinstance(problem.marginal, RowsAndColumns):
+        return True
+    factors = () if problem.prior is None else problem.prior.factors()
+    regions = any(isinstance(factor, Region) for factor in factors)
+    regions = regions or sum(isinstance(factor, Selected) for factor in factors) > 1  # their intersection is one
+    return regions and query.shape[-2] * key.shape[-2] > DENSE_MASK
 
 
 _SIGNATURE = inspect.signature(attention)

@@ -63,7 +63,7 @@ class PriorTerms(NamedTuple):
     The pair (i, j) is masked unless -left <= j - position <= right, the ids agree and are not negative, log_prior is
     above -inf, j // selected_block is selected, and the region admits the pair. Elsewhere log pi is the sum of the
     terms that are given: log_prior, -slopes * |j - position|, relative[j - position] (clamped),
-    <query_factor_i, key_factor_j>, decay_query_i - decay_key_j, log density.
+    <query_factor_i, key_factor_j>, decay_query_i - decay_key_j, log density, function(b, h, position, j).
     """
 
     left: int | None = None
@@ -78,9 +78,12 @@ class PriorTerms(NamedTuple):
     decay_query: Tensor | None = None  # [B|1, H|1, Tq, 1], float64
     decay_key: Tensor | None = None  # [B|1, H|1, 1, Tk], float64
     density: Tensor | None = None  # broadcasts to [B, H, Tq, Tk]
-    selected: Tensor | None = None  # [B|1, H|1, Tq, n], blocks of keys in increasing order
+    selected: Tensor | None = None  # [B|1, H|1, Tq, n], blocks of keys; -1 is none
     selected_block: int = 1
     region: Prior | None = None  # a prior of 0 and 1 that becomes a map of tiles (tiles.py)
+    function: str | None = None  # a graph as text (compiled/pairs.py)
+    captured: tuple[Tensor, ...] = ()  # that the graph reads: compute dtype, int64 or bool
+    untraced: str | None = None  # why a function became a dense log_prior
 
 
 class Prior(Part, abstract=True):

@@ -168,8 +168,9 @@ class ByKeys(TemperatureRule):
 
     n is counted after masks, documents and windows, and in a decoding step as in the whole sequence. `slope`, `offset`
     and `power` are numbers or tensors, per head [H] or broadcastable to [B, H, Tq, 1], and may require grad. In a row
-    of one key (log n)^power is 0, without a gradient. Where 1/temperature is 0 the plan is the prior's own; this has no
-    gradient. A negative value raises. Scalable softmax is `ByKeys(slope)`.
+    of one key (log n)^power is 0, without a gradient. Where 1/temperature is 0 the plan is the prior's own, so a slope
+    may start at 0 (not under a softcap or a float attn_mask: there its gradient raises). A negative value raises.
+    Scalable softmax is `ByKeys(slope)`.
     """
 
     slope: Scalar

@@ -35,9 +35,9 @@ class Regularizer(Part, abstract=True):
 
     family: ClassVar[str]
     domains: ClassVar[dict[str, tuple[str, float, float]]] = {}  # parameter -> (in words, above, below)
-    ceiling: ClassVar[float] = math.inf  # the supremum of link
-    full_support: ClassVar[bool] = False  # whether link > 0 everywhere: every admissible key has some weight
-    signed = False  # whether plans may be negative; without an annotation, because FDivergence makes it a field
+    ceiling = math.inf  # the supremum of link; without an annotation, because FDivergence makes it a field
+    full_support = False  # whether link > 0 everywhere: every admissible key has some weight
+    signed = False  # whether plans may be negative; a field of FDivergence, too
 
     _anonymous: ClassVar[bool] = False  # whether each object has a family of its own, as FDivergence
 
@@ -58,6 +58,13 @@ class Regularizer(Part, abstract=True):
         """The fields by name, in order."""
         fields = self.__dict__
         return {name: fields[name] for name in self._names}
+
+    def with_parameters(self, parameters: dict[str, Scalar]) -> Regularizer:
+        """The same regulariser with other parameters, which are not checked."""
+        made = object.__new__(type(self))
+        for name, value in (self.__dict__ | parameters).items():
+            object.__setattr__(made, name, value)
+        return made
 
     @property
     def origin(self) -> Scalar:
@@ -271,9 +278,11 @@ class FDivergence(Regularizer, anonymous=True):
     link's derivative, lower is the infimum of f'. If not, ValueError names the argument and the point. Where values
     cannot be read (under vmap and other transforms, on meta tensors) nothing is compared.
 
-    Construction also determines two facts. `upper`: where f' is bounded above, link counts as inf at and above that
-    bound. `signed`: if lower is -inf, f'(0) is finite and link inverts f' at negative ratios, too, then p >= 0 is
-    dropped and plans may be negative. Tensors that the functions hold are constants: they get no gradient.
+    Construction also determines four facts. `upper`: where f' is bounded above, link counts as inf at and above that
+    bound. `ceiling`: where ratios are bounded, the largest one. `full_support`: whether link is positive everywhere.
+    `signed`: if lower is -inf, f'(0) is finite and link inverts f' at negative ratios, too, then p >= 0 is dropped and
+    plans may be negative. Tensors that the functions hold are constants: they get no gradient. (Parameters that do are
+    the fields of a `Regularizer` of your own.)
     """
 
     user_f: Callable[[Tensor], Tensor]
@@ -281,6 +290,8 @@ class FDivergence(Regularizer, anonymous=True):
     user_slope: Callable[[Tensor], Tensor] | None = None
     lower: float = -math.inf
     upper: float = math.inf
+    ceiling: float = math.inf
+    full_support: bool = False
     signed: bool = False
 
     def __init__(
@@ -361,8 +372,8 @@ class FDivergence(Regularizer, anonymous=True):
 def _examined(divergence: FDivergence) -> None:
     if concrete(torch.empty(0, device="cpu")):
         found = examine(divergence.user_f, divergence.user_link, divergence.derivative, divergence.lower)
-        object.__setattr__(divergence, "upper", found.upper)
-        object.__setattr__(divergence, "signed", found.signed)
+        for name, value in found._asdict().items():
+            object.__setattr__(divergence, name, value)
 
 
 class _Linked(torch.autograd.Function):
@@ -390,10 +401,13 @@ class _Linked(torch.autograd.Function):
         return tangent * ctx.divergence.derivative(ctx.saved_tensors[0])
 
 
-def regularizer_of(family: str, parameters: Sequence[Scalar]) -> Regularizer:
+def regularizer_of(family: str, parameters: Sequence[Scalar], checked: bool = True) -> Regularizer:
     """The regulariser of a lowered problem, which holds its family and its parameters."""
     if family in _FAMILIES:
-        return _FAMILIES[family](*parameters)
+        kind = _FAMILIES[family]
+        if checked:
+            return kind(*parameters)
+        return object.__new__(kind).with_parameters(dict(zip(kind._names, parameters, strict=True)))
     if family in _DECLARED:
         return _DECLARED[family]
     raise RuntimeError(f"the FDivergence {family!r} no longer exists: keep it alive while its operator is used")

@@ -212,24 +212,17 @@ class Selected(Prior):
                 f"Selected(index): expected one row for each query, Tq={shape.Tq}, got {list(self.index.shape)}"
             )
         blocks = -(-shape.Tk // self.block)
+        ends = torch.stack(index.aminmax()) if index.numel() and concrete(index) else index  # faster than every entry
         check_values(
-            "Selected(index)", index, f"-1, or blocks of keys below {blocks}", lambda x: (x >= -1) & (x < blocks)
+            "Selected(index)", ends, f"-1, or blocks of keys below {blocks}", lambda x: (x >= -1) & (x < blocks)
         )
         return index.long()
 
-    def sorted_index(self, shape: PlanShape) -> Tensor:
-        """The selected blocks of each query in increasing order, [B|1, H|1, Tq, n]; `NONE` fills up."""
+    def terms(self, shape: PlanShape) -> PriorTerms:
         index = self._fitted(shape)
         if index.shape[3] == 0:  # a tensor without memory would stand for no selection
-            return index.new_full((*index.shape[:3], 1), NONE)
-        index = torch.where(index < 0, NONE, index).sort(-1).values
-        again = torch.nn.functional.pad(index[..., 1:] == index[..., :-1], (1, 0))
-        if concrete(again) and not bool(again.any()):
-            return index
-        return torch.where(again, NONE, index).sort(-1).values
-
-    def terms(self, shape: PlanShape) -> PriorTerms:
-        return PriorTerms(selected=self.sorted_index(shape), selected_block=self.block)
+            index = index.new_full((*index.shape[:3], 1), -1)
+        return PriorTerms(selected=index, selected_block=self.block)
 
     def admits(self, shape: PlanShape, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         index, keys = self._fitted(shape), j // self.block
@@ -251,6 +244,3 @@ class Selected(Prior):
         change.scatter_add_(2, (row + first).flatten(2), ones).scatter_add_(2, (row + last + 1).flatten(2), -ones)
         some = change.unflatten(2, (down, across + 1))[..., :across].cumsum(3) > 0
         return some, torch.zeros_like(some)
-
-
-NONE = 2**40  # a block that no key is in

@@ -79,6 +79,15 @@ def build(prior: Admission, shape: Any) -> tuple[Tensor, Tensor]:
     return numbers, torch.cat([fixed, tiles])
 
 
+def transposed(numbers: Tensor, tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """The map and the tiles with queries and keys exchanged."""
+    within = torch.arange(SIZE, device=tiles.device)
+    weights = torch.ones((), dtype=torch.long, device=tiles.device) << within
+    # words[n, k] has bit q; the turned ones have bit k in place q.
+    turned = [(((part[:, :, None] >> within) & 1).mT * weights).sum(-1) for part in tiles.split(_AT_ONCE)]
+    return numbers.mT.contiguous(), torch.cat(turned)
+
+
 def expand(numbers: Tensor, tiles: Tensor, queries: range, keys: range) -> Tensor:
     """The mask of these queries and keys, [B|1, H|1, Tq, Tk]."""
     first_down, first_across = queries.start // SIZE, keys.start // SIZE

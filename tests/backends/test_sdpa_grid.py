@@ -14,7 +14,8 @@ import os
 import random
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper_left
 
 import regard
+from regard import acceleration
 from regard.backends.native import engine
 from support.cases import ALLOWED, pytorch_loss, stock_attention
 
@@ -343,11 +345,14 @@ def largest(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def failures(point: Point, attention: Callable = regard.attention) -> list[str]:
-    """What is wrong at a point of the grid."""
+def failures(
+    point: Point, attention: Callable = regard.attention, under: Callable[[], AbstractContextManager] = nullcontext
+) -> list[str]:
+    """What is wrong at a point of the grid. Only `attention` and its gradients run in the context `under`."""
     call, dtype = Call(point), DTYPES[point.dtype]
     try:
-        got = results(attention, call, dtype, backend=point.backend)
+        with under():
+            got = results(attention, call, dtype, backend=point.backend)
     except Exception as error:
         return [f"{point}: {type(error).__name__}: {error}"]
     expected = results(exact, call, torch.float64)
@@ -379,6 +384,31 @@ def test_grid(mask, dtype):
     built = engine.extension()[0] is not None
     wrong = [line for p in points(mask, dtype) if built or p.backend != "native" for line in failures(p)]
     assert not wrong, f"{len(wrong)} wrong:\n" + "\n".join(wrong[:20])
+
+
+def through_pytorch(backend: str, **arguments) -> Tensor:
+    """PyTorch's function, whatever the backend of the point."""
+    return stock_attention(**arguments)
+
+
+@pytest.mark.skipif(engine.extension()[0] is None, reason="the native engine is not built")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", MASKS)
+def test_grid_of_pytorch_on_the_engine(mask, dtype, monkeypatch):
+    """PyTorch's own function while regard has the place of its CPU kernel."""
+    monkeypatch.setattr(acceleration, "small", lambda *_, **__: False)
+    # Without `stock` nothing says what PyTorch loses in half types, where it uses other kernels for some of the points.
+    sample = [replace(p, backend="torch") for p in points(mask, dtype) if p.stock]
+    wrong = [line for p in sample[:: 1 if WHOLE else 3] for line in failures(p, through_pytorch, regard.accelerated)]
+    assert not wrong, f"{len(wrong)} wrong:\n" + "\n".join(wrong[:20])
+
+
+def test_the_grid_of_pytorch_reaches_the_engine(monkeypatch):
+    monkeypatch.setattr(acceleration, "small", lambda *_, **__: False)
+    before = acceleration.calls.forward, acceleration.calls.backward
+    point = Point("float, full", "float32", "grouped heads", "transposed", "all", "torch")
+    assert failures(point, through_pytorch, regard.accelerated) == []
+    assert (acceleration.calls.forward, acceleration.calls.backward) == (before[0] + 1, before[1] + 1)
 
 
 def test_the_sample_has_every_pair_of_values():

@@ -353,7 +353,7 @@ def test_select_backend():
     assert choice.backend not in choice.reasons
     assert choice.backend == ("sdpa" if "native" in choice.reasons else "native")
     choice = regard.select_backend(q, k, k, problem=Transport(temperature=0.0))
-    assert choice.backend == "torch" and list(choice.reasons) == ["native", "sdpa"]
+    assert choice.backend == "torch" and list(choice.reasons) == ["native", "triton", "sdpa"]
     assert regard.select_backend(q, k, k, backend="torch").backend == "torch"
 
 

@@ -1,5 +1,7 @@
 """Unions, `Prefix`, `Blocks` and `Selected` against dense bool masks, and the map of tiles that they become."""
 
+import math
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from regard import (
     LowRank,
     Prefix,
     Relative,
+    RowsAndColumns,
     Selected,
     Transport,
     Tsallis,
@@ -356,6 +359,24 @@ def test_selected_keys(backend, block):
             assert_close(got, wanted, torch.float32, 4)
 
 
+def test_lists_of_more_keys_than_are_sorted_at_once():
+    """Lists in any order are sorted by bits, 65536 at a time."""
+    Tq, Tk = 17, 70000
+    index = torch.randint(-1, Tk, (1, 1, Tq, 60))
+    index[..., 30:] = index[..., 30:] % 5000 + 65000  # some beyond
+    leaves = heads(1, 1, 1, Tq, Tk, 4)
+    results = []
+    for given in (index, index.sort(-1).values):
+        out = regard.attention(*leaves, problem=Transport(prior=Selected(given)), backend="native")
+        results.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
+    mask = (index[..., None] == torch.arange(Tk)).any(-2)
+    expected = regard.attention(*leaves, attn_mask=mask, backend="torch")
+    exact = (expected, *torch.autograd.grad(expected.sin().sum(), leaves))
+    for unsorted, ascending, wanted in zip(*results, exact, strict=True):
+        assert torch.equal(unsorted, ascending)
+        assert_close(unsorted, wanted, torch.float32, 4)
+
+
 @by_engine
 def test_selecting_no_or_every_key(backend):
     q, k, v = heads(1, 2, 2, 5, 9)
@@ -380,3 +401,58 @@ def test_a_selection_out_of_range_raises():
             regard.attention(q, k, v, problem=Transport(prior=Selected(index, block)))
         with pytest.raises(ValueError, match=r"Selected\(index\): expected"):
             regard.attention(q, k, v, problem=Transport(prior=Selected(index, block) | Prefix(1)))
+
+
+# --- where a map cannot be read as it is ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["union", "selected", "selected blocks", "product"])
+def test_both_marginals_read_a_map_of_tiles(name):
+    """The solver reads the plan with queries and keys exchanged, too: a map of tiles is turned, never a dense mask."""
+    T = 150
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randint(-1, T, (2, 1, T, 60), generator=generator)
+    prior = {
+        "union": Window(20, 20) | Prefix(5),
+        "selected": Selected(keys),
+        "selected blocks": Selected(keys[:, :, :, :9] // 16, 16),
+        "product": Selected(keys) * (Window(90, 90) | Prefix(5)),
+    }[name]
+    q, k, v = (torch.randn(2, 2, T, 8, dtype=torch.float64, generator=generator) for _ in range(3))
+    form = lower(q, k, v, problem=Transport(prior=prior, marginal=RowsAndColumns()))
+    assert form.mask is None and form.selected is None and form.tile_map is not None and form.tiles is not None
+    mask = tiles.expand(form.tile_map, form.tiles, range(T), range(T))
+    turned = tiles.expand(*tiles.transposed(form.tile_map, form.tiles), range(T), range(T))
+    assert torch.equal(turned, mask.mT)
+    dense = Bias(torch.where(mask, 0.0, -math.inf).double())
+    results = []
+    for used in (prior, dense):
+        x = q.clone().requires_grad_()
+        out = regard.attention(x, k, v, problem=Transport(prior=used, marginal=RowsAndColumns(tolerance=1e-12)))
+        results.append((out, *torch.autograd.grad(out.sin().sum(), x)))
+    for got, expected in zip(*results, strict=True):
+        assert torch.allclose(got, expected, atol=1e-9)
+
+
+def test_a_compiled_graph_breaks_where_a_dense_mask_would_be_large(monkeypatch):
+    prior = Causal() * (Window(5) | Prefix(3))
+    q = torch.randn(1, 2, 40, 8, requires_grad=True)
+
+    def function(x):
+        return regard.attention(x * 2, x, x, problem=Transport(prior=prior)).sin()
+
+    expected = function(q)
+    for limit, breaks in ((40 * 40, False), (40 * 40 - 1, True)):
+        monkeypatch.setattr(regard.operator, "DENSE_MASK", limit)
+        torch._dynamo.reset()
+        out = torch.compile(function, backend="aot_eager")(q)
+        assert torch.allclose(out, expected, atol=1e-6)
+        (got,), (wanted,) = (torch.autograd.grad(o.sum(), q, retain_graph=True) for o in (out, expected))
+        assert torch.allclose(got, wanted, atol=1e-6)
+        torch._dynamo.reset()
+        whole = torch.compile(function, backend="aot_eager", fullgraph=True)
+        if breaks:
+            with pytest.raises(torch._dynamo.exc.Unsupported, match="for a union, Prefix or Blocks of this length"):
+                whole(q)
+        else:
+            assert torch.allclose(whole(q), expected, atol=1e-6)

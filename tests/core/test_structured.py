@@ -222,6 +222,62 @@ def test_errors_of_devices_and_types(make, name):
     assert str(wrong.value).startswith(name)
 
 
+def by_the_inverse_temperature(q, k, v, slope, marginal: Rows | Free):
+    """Causal softmax as a function of 1/temperature, which may be 0."""
+    T = q.shape[2]
+    inverse = slope[:, None, None] * torch.arange(1, T + 1, dtype=slope.dtype).log()[:, None]
+    x = (inverse * (q @ k.mT) / q.shape[3] ** 0.5).masked_fill(~torch.ones(T, T).tril().bool(), -math.inf)
+    lse = x.logsumexp(-1, keepdim=True)
+    if isinstance(marginal, Free):
+        return (x + marginal.offset * inverse).exp() @ v
+    assert isinstance(marginal, Rows)
+    if marginal.relax is not None:
+        return ((x - lse) + lse / (1 + marginal.relax * inverse)).exp() @ v
+    null = lse if marginal.sink is None else torch.logaddexp(lse, marginal.sink * inverse)
+    return (x - null).exp() @ v
+
+
+@pytest.mark.parametrize("marginal", [Rows(), Rows(sink=0.3), Rows(relax=0.7), Free(0.3)], ids=repr)
+@pytest.mark.parametrize("start", [0.0, 1e-6, 1e-2])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("torch", torch.float64), ("torch", torch.float32), ("native", torch.float64), ("native", torch.float32)],
+)
+def test_the_slope_of_the_rule_learns_from_zero(marginal, start, backend, dtype):
+    """At 1/temperature = 0 the gradient by the slope is finite; near 0 it must not cancel against large prices."""
+    if backend == "native":
+        pytest.importorskip("regard._native")
+    given = [draw(1, 2, 30, 8).double() for _ in range(4)]
+    exact_slope = torch.full((2,), start, dtype=torch.float64, requires_grad=True)
+    exact_leaves = [exact_slope, *(x.clone().requires_grad_() for x in given[:3])]
+    out = by_the_inverse_temperature(*exact_leaves[1:], exact_slope, marginal)
+    exact = [out, *torch.autograd.grad(out, exact_leaves, given[3])]
+
+    slope = torch.full((2,), start, dtype=dtype, requires_grad=True)
+    leaves = [slope, *(x.to(dtype).requires_grad_() for x in given[:3])]
+    problem = Transport(prior=Causal(), marginal=marginal, temperature=ByKeys(slope))
+    out = regard.attention(*leaves[1:], problem=problem, backend=backend)
+    mine = [out, *torch.autograd.grad(out, leaves, given[3].to(dtype))]
+    for found, expected in zip(mine, exact, strict=True):
+        scale = float(expected.detach().abs().max().clamp(min=1e-3))
+        assert float((found.double() - expected).detach().abs().max()) <= scale * 100 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_slope_of_the_rule_learns_from_zero_in_half(dtype):
+    q, k, v, grad = (draw(1, 2, 30, 8).to(dtype) for _ in range(4))
+
+    def of(convert: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        slope = torch.zeros(2, requires_grad=True)
+        problem = Transport(prior=Causal(), temperature=ByKeys(slope))
+        out = regard.attention(q.to(convert), k.to(convert), v.to(convert), problem=problem)
+        return out, torch.autograd.grad(out, slope, grad.to(convert))[0]
+
+    (half, mine), (_, exact) = of(dtype), of(torch.float64)
+    assert half.dtype == dtype and mine.abs().min() > 1e-3
+    torch.testing.assert_close(mine, exact, rtol=1e-5, atol=1e-5)
+
+
 def test_errors_of_the_rule():
     q, k = draw(2, 4, 5, 8), draw(2, 2, 9, 8)
     for rule, message in (
@@ -232,13 +288,13 @@ def test_errors_of_the_rule():
         (ByKeys(torch.ones(3)), r"ByKeys\(slope\): expected a number or a shape \[H=4\]"),
         (ByKeys(1.0, torch.ones(2, 4, 9, 1)), r"ByKeys\(offset\): expected a number or a shape"),
         (ByKeys(1.0, 0.5, torch.full((4,), -1.0)), r"ByKeys\(power\): expected power > 0, got -1"),
-        (
-            ByKeys(torch.zeros(4, requires_grad=True)),
-            "temperature: expected ByKeys with 1/temperature > 0 where it needs",
-        ),
     ):
         with pytest.raises(ValueError, match=message):
             regard.attention(q, k, k, problem=Transport(temperature=rule), enable_gqa=True)
+    zero = Transport(temperature=ByKeys(torch.zeros(4, requires_grad=True)))
+    for options in ({"softcap": 5.0}, {"attn_mask": torch.zeros(5, 9)}):
+        with pytest.raises(ValueError, match="> 0 where it needs a gradient and there is a softcap or a float"):
+            regard.attention(q, k, k, problem=zero, enable_gqa=True, **options)
     with pytest.raises(ValueError, match=r"temperature: expected one for all queries .* got ByKeys"):
         regard.attention(k, k, k, problem=Transport(marginal=RowsAndColumns(), temperature=ByKeys(1.0)))
 

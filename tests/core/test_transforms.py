@@ -121,6 +121,15 @@ def test_export(strict):
     assert all(map(torch.allclose, exported(*inputs), module(*inputs)))
 
 
+def test_export_of_both_marginals_raises_with_the_reason():
+    class Call(torch.nn.Module):
+        def forward(self, x):
+            return regard.attention(x, x, x, problem=Transport(marginal=regard.RowsAndColumns()))
+
+    with pytest.raises(NotImplementedError, match=r"expected a marginal that torch\.export can trace"):
+        torch.export.export(Call(), (torch.randn(1, 2, 8, 4),), strict=False)
+
+
 def test_export_with_dynamic_lengths_and_a_problem_as_input(tmp_path):
     class Call(torch.nn.Module):
         def forward(self, q, k, v, problem):

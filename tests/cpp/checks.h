@@ -72,5 +72,7 @@ constexpr double NAN_ = std::numeric_limits<double>::quiet_NaN(), INFINITE = std
 void test_vector_math();
 void test_elements();
 void test_tiles();
+void test_bf16_tiles();
 void test_price_search();
+void test_compiled_search();
 void test_lists();

@@ -47,8 +47,8 @@ template <class R, int NV> struct Block {
   R &x(int64_t j, int i) { return s.x[j * L + i]; }
 
   // Solve for the price of each row. Returns whether rows have lists.
-  template <class Link> bool solve(double share) {
-    const Link link(rows);
+  template <class Link> bool solve(double share, int iterations = 100) {
+    const Link link(p, rows);
     constexpr int N = Simd<R>::N;
     memset((void *)&sums, 0, sizeof sums);
     for (int n = 0; n < NV; ++n) {
@@ -57,7 +57,7 @@ template <class R, int NV> struct Block {
     }
     best_single_key_price(p, link, s.rows, s.x, s.prior, sums);
     StepCounts counts;
-    return search(p, rows, link, s, sums, false, 100, share, counts);
+    return search(p, rows, link, s, sums, false, iterations, share, counts);
   }
   R h(int i) const { return sums.h[i / Simd<R>::N][i % Simd<R>::N]; }
   R anchor(int i) const { return sums.anchor[i / Simd<R>::N][i % Simd<R>::N]; }

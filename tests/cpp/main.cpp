@@ -12,6 +12,7 @@ static bool runs_here(const char *name) {
 #if defined(__x86_64__)
   if (!std::strcmp(name, "x86_64_v3")) return regard::machine_has_x86_64_v3();
   if (!std::strcmp(name, "x86_64_v4")) return regard::machine_has_x86_64_v4();
+  if (!std::strcmp(name, "x86_64_v4_bf16")) return regard::machine_has_x86_64_v4_bf16();
 #endif
   return !std::strcmp(name, "baseline");
 }
@@ -28,7 +29,9 @@ int main() {
   } tests[] = {{"vector math", test_vector_math},
                {"elements", test_elements},
                {"tiles", test_tiles},
+               {"tiles of bfloat16", test_bf16_tiles},
                {"price search", test_price_search},
+               {"compiled search", test_compiled_search},
                {"lists", test_lists}};
   for (const auto &test : tests) {
     const int before = checks::failures(), checked = checks::total();

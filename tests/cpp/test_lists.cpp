@@ -100,7 +100,7 @@ void test_saved_lists() {
       std::vector<float> room(L * some + 1, 0.0f);
       const Tensor t = {(int64_t)room.data(), regard::F32, 0, 0, some, 1};
       block.p.lists = t;
-      save_sparse_rows<float, 3, Sparsemax<float>>(block.p, block.rows, block.s, block.sums, listed, false);
+      save_sparse_rows(block.p, block.rows, block.s, block.sums, 0.0f, listed, false);
       const SparseRows<float, L> saved(block.p, t, block.rows);
       if (some != 6 || !wide) CHECK(saved.some() == (some > 2));
       CHECK_SAME(room[L * some], 0, some);
@@ -124,7 +124,7 @@ void test_saved_lists() {
   std::vector<float> room(L * 200, 1.0f);
   block.p.lists = {(int64_t)room.data(), regard::F32, 0, 0, 200, 1};
   block.solve<Sparsemax<float>>(0);
-  save_sparse_rows<float, 3, Sparsemax<float>>(block.p, block.rows, block.s, block.sums, false, false);
+  save_sparse_rows(block.p, block.rows, block.s, block.sums, 0.0f, false, false);
   CHECK(!SparseRows<float, L>(block.p, block.p.lists, block.rows).some());
 }
 

@@ -49,8 +49,13 @@ def by_block(blocks, size):
     return blocks.repeat_interleave(size, -1).repeat_interleave(size, -2)
 
 
+def by_function(b, h, i, j):
+    return TABLE[h, (j - i).clamp(-5, 5) + 5] ** 2
+
+
 PRIORS = {  # name -> (prior, the same as log pi [.., T, T])
     "relative": (Relative(TABLE), TABLE[:, (COLUMN - ROW).clamp(-5, 5) + 5]),
+    "function": (regard.prior(by_function), TABLE[:, (COLUMN - ROW).clamp(-5, 5) + 5] ** 2),
     "low rank": (LowRank(QUERIES, KEYS), QUERIES @ KEYS.repeat_interleave(2, 1).mT),
     "decay": (Decay(GATES), (GATES.cumsum(-1)[..., :, None] - GATES.cumsum(-1)[..., None, :]).clamp(max=0)),
     "density": (Density(DENSITY), DENSITY.log()),
@@ -171,7 +176,7 @@ def test_a_checkpoint_needs_the_prior_that_it_was_saved_with(name, tmp_path):
     with pytest.raises(ValueError, match="regard-saved"):
         hf.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="regard-saved")
     entry = hf.AutoConfig.from_pretrained(tmp_path).regard_problem
-    regard.hf.register(entry["name"], Transport.from_json(entry["problem"]))
+    regard.hf.register(entry["name"], Transport.from_json(entry["problem"], allow_imports=name == "function"))
     again = hf.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="regard-saved", dtype=torch.float64)
     with torch.no_grad():
         assert torch.equal(again.eval()(**given).logits, expected)

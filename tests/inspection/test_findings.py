@@ -12,6 +12,7 @@ import regard
 from regard import Inspection
 from regard.inspection import Finding, Thresholds
 from regard.inspection.findings import find, verdict
+from regard.inspection.numbers import in_units
 from support.inspections import inspection
 
 PLAIN = {  # a head to which no rule applies
@@ -27,6 +28,12 @@ def record(*heads: dict) -> dict:
         values = {**PLAIN, **changes}
         entries.append({"layer": 3, "head": number, "rows": 100, "mean": values, "max": values, "min": values})
     return {"format": "regard-inspection", "version": 1, "statistics": list(PLAIN), "heads": entries}
+
+
+def test_counts_with_units():
+    shown = {7: "7", 999: "999", 1000: "1K", 735_567: "736K", 999_400: "999K", 999_600: "1M", 22_565_376: "22.6M"}
+    shown |= {134_515_008: "135M", 1_240_000_000: "1.24B", 671_000_000_000: "671B"}
+    assert {n: in_units(n) for n in shown} == shown
 
 
 def rules(found: list[Finding]) -> set[str]:
@@ -157,10 +164,11 @@ def test_a_missing_statistic_skips_its_rules_and_is_reported(statistic):
     for entry in heads["heads"]:
         for kind in ("mean", "max", "min"):
             entry[kind] = {name: value for name, value in entry[kind].items() if name != statistic}
+    heads["statistics"] = [name for name in heads["statistics"] if name != statistic]
     found = find(heads)
     # max_weight is not read if the entropy is not low
     assert all(f.layer is None and f.value is None and f.severity == "note" for f in found)
-    assert all(f.message == f"not checked: the record has no value of {statistic}" for f in found)
+    assert all(f.message == f"not checked: {statistic} was not recorded" for f in found)
     assert {f.rule for f in found} == {rule for rule, name, *_ in EDGES if name == statistic} | (
         {"hedging"} if statistic == "normalized_entropy" else set()
     )
@@ -171,7 +179,7 @@ def test_a_statistic_missing_in_one_head_is_counted():
     found = find(heads)
     assert [(f.rule, f.head) for f in found if f.layer is not None] == [("induction", 1)]
     assert [f.message for f in found if f.layer is None] == [
-        "not checked for 1 of 2 heads: the record has no value of induction"
+        "not checked for 1 of 2 heads: in this text no token occurs again, which induction needs"
     ]
 
 

@@ -291,8 +291,9 @@ def test_an_exception_leaves_no_hooks_and_no_line(tmp_path, make):
 def test_a_model_without_attention_warns_once(tmp_path):
     model = nn.Linear(3, 3)
     monitor = Monitor(model, every=1, path=tmp_path / "run.jsonl")
-    with pytest.warns(UserWarning, match="no attention of Linear was seen in step 0"), monitor(0):
+    with pytest.warns(UserWarning, match="no attention of Linear was seen in step 0") as caught, monitor(0):
         model(torch.ones(3))
+    assert [warning.filename for warning in caught] == [__file__]  # the line of the caller
     with warnings.catch_warnings(), monitor(1):  # once
         warnings.simplefilter("error")
         model(torch.ones(3))

@@ -9,7 +9,7 @@ import regard
 from regard.cli import app
 from support.checkpoints import encoder_folder
 
-ENCODERS = {"minilm": "6 layers, 72 heads, 23 M parameters", "rxnmapper": "12 layers, 96 heads, 1 M parameters"}
+ENCODERS = {"minilm": "6 layers, 72 heads, 22.7M parameters", "rxnmapper": "12 layers, 96 heads, 736K parameters"}
 
 
 @pytest.mark.parametrize("name", ENCODERS)

@@ -278,6 +278,7 @@ def test_the_views_of_a_head(show):
     page.focus("#path svg[tabindex]")
     page.keyboard.press("ArrowLeft")
     assert f"τ = 0.71: this head {record['paths']['entropy'][0][2]:.3f}" in page.inner_text("#path .readout")
+    assert page.inner_text("#window-title") == "Weights between the first 48 tokens"
     page.locator("#strip button").nth(20).click()
     assert re.match(r"20 .* reads 19 .* most: (0\.9|1)", page.inner_text("#window-readout"))
     page.focus("#window")
@@ -291,6 +292,22 @@ def test_the_views_of_a_head(show):
     assert page.locator("#top .place").first.inner_text() == str(query - 1)
     page.click("#statistics-details summary")
     assert page.locator("#statistics tbody tr").count() == len(record["statistics"])
+
+
+def test_a_short_sequence_has_one_map_of_all_its_tokens(show):
+    record = copy.deepcopy(inspection())
+    del record["map"]
+    page = show(record)
+    assert not page.is_visible("#sequence-figure")
+    assert page.inner_text("#window-title") == "Weights between the 48 tokens"
+
+
+def test_the_provenance_is_plain_text(show):
+    record = copy.deepcopy(inspection())
+    record["provenance"] |= {"problems": {"regard": "Transport(KL())", "other": None}, "declared": {"regard": "{}"}}
+    shown = dict(line.split("\t", 1) for line in show(record).inner_text("#provenance").splitlines())
+    assert shown["problems"] == "regard: Transport(KL()); other: –" and "declared" not in shown
+    assert shown["tokens"] == f"{record['provenance']['tokens']:,}"
 
 
 def test_a_record_without_views_hides_them(show):
@@ -361,6 +378,16 @@ def test_two_prompts_are_labelled_by_their_texts(show):
     assert page.inner_text("#compared").startswith(f"Compared with {words[1]}.")
     assert page.eval_on_selector_all("#view option", "all => all.map(o => o.text)") == [*words, "difference"]
     assert words[0] in page.inner_text("#panel-title") and words[1] in page.inner_text("#comparison-table")
+
+
+def test_long_labels_do_not_stack_in_the_header(show):
+    first, second = (copy.deepcopy(inspection()) for _ in range(2))
+    first["provenance"]["begins_with"] = "one long prompt of many short words that has no end"
+    second["provenance"]["begins_with"] = "the other prompt is as long as it and has no end"
+    page = show(first, second)
+    heights = page.eval_on_selector_all("#table thead button", "nodes => nodes.map(n => n.offsetHeight)")
+    line = page.eval_on_selector("#table thead button", "node => parseFloat(getComputedStyle(node).lineHeight)")
+    assert max(heights) <= 5 * line
 
 
 def test_the_most_informative_statistics_come_first(show):

@@ -96,6 +96,7 @@ def test_a_batch_under_way_is_continued_with_the_same_inputs(tmp_path):
     hook.remove()
     with pytest.raises(Refused, match="expected a run with a finished sequence, got one that ended before"):
         read_any(run)
+    assert repr(Inspection.load(run)).endswith("statistics=14, under way: 1 layer of a batch)")
     before = run.read_bytes()
     for changed, message in (
         ({"inputs": batches[1:]}, "run: expected the inputs that .* was begun with"),

@@ -94,8 +94,9 @@ def test_evaluation_that_is_not_counted_keeps_its_kernels(tmp_path):
     assert torch.backends.mha.get_fastpath_enabled()
     with torch.no_grad():
         model(x)
-    with pytest.warns(UserWarning, match=message):
+    with pytest.warns(UserWarning, match=message) as caught:
         monitor.stop()
+    assert [warning.filename for warning in caught] == [__file__]  # the line of the caller
 
 
 def test_an_exception_restores_the_function(tmp_path):

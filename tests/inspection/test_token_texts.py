@@ -44,7 +44,18 @@ def shown(text, tokenizer):
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("🙂", 4), ("界", 3), ("é", 2), ("❤️", 6), ("👩‍🚀", 11), ("👍🏽", 8), ("🇩🇪", 8), ("1️⃣", 7)],
+    [
+        ("🙂", 4),
+        ("界", 3),
+        ("é", 2),
+        ("❤️", 6),
+        ("👩‍🚀", 11),
+        ("👍🏽", 8),
+        ("🇩🇪", 8),
+        ("1️⃣", 7),
+        ("👨‍👩‍👧‍👦", 25),
+        ("\U0001f3f4" + "".join(chr(0xE0000 + ord(c)) for c in "gbsct\x7f"), 28),
+    ],
 )
 def test_a_character_of_several_tokens_is_whole(text, size):
     assert shown(f"a{text}b", of_bytes()) == [("a", 1), (text, size), ("b", 1)]

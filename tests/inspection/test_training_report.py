@@ -129,6 +129,19 @@ def test_the_command_shows_and_writes(command, run, tmp_path):
     assert command(folder).output == command(run).output
 
 
+def test_a_layer_is_one_line_of_the_table(command, run, tmp_path, monkeypatch):
+    """Also where scores grew by many orders of magnitude, at 80 columns."""
+    lines = [json.loads(line) for line in run.read_text().splitlines()]
+    first, *_, last = [line for line in lines if "attn/max_score/L00" in line]
+    first["attn/max_score/L00"], last["attn/max_score/L00"] = 0.0533, 33300.0
+    first["attn/entropy_norm/L00_p10"], last["attn/entropy_norm/L00_p10"] = 0.981, 5.66e-5
+    file = tmp_path / "wide.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setenv("COLUMNS", "80")
+    [row] = [line for line in command(file).output.splitlines() if line.startswith("    0 ")]
+    assert "0.981 → 5.66e-05" in row and "0.0533 → 3.33e+04" in row and row.count("→") == 4
+
+
 HEAD = b'{"format": "regard-monitor", "version": 1}\n'
 
 
@@ -137,7 +150,7 @@ HEAD = b'{"format": "regard-monitor", "version": 1}\n'
     [
         (None, "there is no such file"),
         (b"", "got an empty one"),
-        (b"hello\n", "expected a line that Monitor wrote, got line 1"),
+        (b"hello\n", "expected a run file of regard.Monitor, got another file (line 1: not JSON)"),
         (b"\x93NUMPY\x00\x01", "expected a run file of regard.Monitor, got another file"),
         (b'{"format": "regard-monitor", "version": 1}\n', "at least one sampled step"),
         (b'{"format": "regard-monitor", "version": 9}\n', "version 1"),
@@ -149,7 +162,7 @@ HEAD = b'{"format": "regard-monitor", "version": 1}\n'
         (HEAD + b'{"step": "x"}\n', "step is not an integer"),
         (HEAD + b'{"step": 1, "event": "x"}\n', "sampled step"),
         (HEAD + b'{"step": 1, "attn/entropy/L00_p10": NaN}\n', "NaN is not a JSON number"),
-        (HEAD + b'{"layers": [[0, 1]]}\n', "got line 2"),
+        (HEAD + b'{"layers": [[0, 1]]}\n', "got a damaged one (line 2: "),
         (HEAD + b'{"step": 1, "loss": [], "attn/entropy/L00_p10": 1}\n', "expected a number as loss of step 1"),
     ],
 )
@@ -283,6 +296,16 @@ def test_a_script_in_the_names_is_shown_and_not_executed(show, run, tmp_path):
     assert page.inner_text("h1") == ATTACK
     for where in ("#events-list", "#readout", "#provenance"):
         assert ATTACK in page.inner_text(where)
+
+
+def test_the_provenance_is_plain_text(show, run, tmp_path):
+    lines = run.read_text().splitlines(keepends=True)
+    for declared, shown in (({}, None), ({"blocks.0": "{}", "blocks.1": None}, "blocks.0: {}; blocks.1: –")):
+        header = json.loads(lines[0]) | {"parameters": 1234567, "declared": declared}
+        file = tmp_path / f"{len(declared)}.jsonl"
+        file.write_text(json.dumps(header) + "\n" + "".join(lines[1:]))
+        rows = dict(line.split("\t", 1) for line in show(file).inner_text("#provenance").splitlines())
+        assert rows["parameters"] == "1,234,567" and rows.get("declared") == shown
 
 
 def test_a_long_run_of_a_large_model(show, tmp_path):

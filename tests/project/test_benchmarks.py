@@ -12,9 +12,12 @@ import torch
 import contest
 import inspection
 import measure
+import models
 import report
 import suite
 from contest import Case, Skip
+from regard import acceleration, timing
+from regard.backends.native import engine
 from support.programs import fresh
 
 SMALL = [
@@ -92,7 +95,7 @@ def test_paired_cost(monkeypatch):
         calls += 1
         now += duration * (1 + 0.01 * math.sin(calls)) + (50 if calls % 11 == 0 else 0)
 
-    monkeypatch.setattr(measure, "clock", lambda: now)
+    monkeypatch.setattr(timing, "clock", lambda: now)
     low, middle, high = measure.paired_cost(lambda: job(3.0), lambda: job(1.0), 200.0)
     assert 1.9 < low <= middle <= high < 2.1
 
@@ -158,3 +161,38 @@ def test_a_wrong_model_is_not_timed(monkeypatch):
     monkeypatch.setattr("regard.hf.calls.as_call", lambda *a, **k: plain(*a, **k) | {"scale": 0.1})
     with pytest.raises(inspection.Wrong, match="differ"):
         list(inspection.gpt_oss([48], 1))
+
+
+def small_whisper():
+    sizes = {"encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_layers": 1}
+    config = models.transformers.WhisperConfig(d_model=64, decoder_attention_heads=4, decoder_ffn_dim=64, **sizes)
+    return models.transformers.WhisperModel(config).get_encoder()
+
+
+@pytest.mark.skipif(engine.extension()[0] is None, reason="the native engine is not built")
+@pytest.mark.parametrize("dtype", models.DTYPES)
+def test_an_accelerated_model_is_checked_before_it_is_timed(dtype, monkeypatch):
+    monkeypatch.setitem(models.MAKERS, "Whisper-base encoder", small_whisper)
+    forward, step = models.rows(["Whisper-base encoder"], [dtype], False, 1)
+    assert forward.case == "Whisper-base encoder, forward" and step.ratio.middle > 0 and "1 × 1500" in step.line()
+    plain = acceleration._forward
+
+    def doubled(*arguments, **options):
+        out, lse = plain(*arguments, **options)
+        return 2 * out, lse
+
+    for wrong in (doubled, lambda stock, *arguments, **options: stock(*arguments, **options)):
+        monkeypatch.setattr(acceleration, "_forward", wrong)
+        with pytest.raises(models.Wrong, match=r"off by|expected \(2, 0\) calls"):
+            list(models.rows(["Whisper-base encoder"], [dtype], False, 1))
+
+
+@pytest.mark.parametrize("name", [name for name in models.MAKERS if name != "SmolLM2"])
+def test_every_model_of_the_benchmark_can_be_made(name):
+    with torch.device("meta"):  # of real size, without its memory
+        model = models.MAKERS[name]()
+    case = next(case for case in models.CASES if case.model == name)
+    given = {
+        n: t.to("meta") if isinstance(t, torch.Tensor) else t for n, t in models.arguments(case, torch.float32).items()
+    }
+    assert model(**given)[0].shape[:2] == (case.batch, case.T)

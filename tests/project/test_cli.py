@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -120,8 +121,8 @@ def test_a_backend_with_wrong_results_is_reported_as_broken(run, monkeypatch, ho
     assert [t["backend"] for t in facts["self_test"] if not t["passed"]] == ["sdpa"]
 
 
-def test_every_backend_is_tested():
-    assert {t["backend"] for t in doctor.examine()["self_test"]} | {"native"} == set(BACKENDS)
+def test_every_backend_of_the_cpu_is_tested():
+    assert {t["backend"] for t in doctor.examine()["self_test"]} | {"native", "triton"} == set(BACKENDS)
 
 
 def test_an_invalid_instruction_set_is_one_line(tmp_path):
@@ -269,7 +270,7 @@ def test_inspect_explains_invalid_requests(run, checkpoint, tmp_path):
         ((folder, "--tokens", tokens, "--compare", "nosuch.json"), "--compare: expected a text file that can be read"),
         ((folder, "--tokens", tokens, "--compare", "/no/such/model"), "nothing is at '/no/such/model'"),
         ((folder,), "no tokenizer"),
-        ((folder, "--tokens", str(words)), "expected integers"),
+        ((folder, "--tokens", str(words)), f"--tokens: expected integers of at most 18 digits, got 'three' in {words}"),
         ((folder, "--tokens", "30000"), "use --max-tokens 30000 (in all) or --length 30000 (in one sequence)"),
         (
             (folder, "--text", "30,000"),
@@ -396,8 +397,15 @@ def test_inspect_checks_its_files_before_it_loads_the_model(run, checkpoint, tmp
             ("--tokens", tokens, "--json", "/proc/numbers.json"),
             "--json: expected a file that can be written, got /proc",
         ),
+        (
+            ("--tokens", tokens, "--out", "/dev/full"),
+            "--out: expected a file that can be written, got /dev/full: No space left on device",
+        ),
         (("--tokens", tokens, "--run", "/proc/run"), "--run: expected a file that can be written, got /proc/run"),
-        (("--tokens", tokens, "--run", str(files["one"])), "--run: expected a new file or one that --run wrote"),
+        (
+            ("--tokens", tokens, "--run", str(files["one"])),
+            f"--run: expected a run file that Inspection.save wrote, got '{files['one']}', which is another file",
+        ),
         (("--tokens", tokens, "--out", page, "--json", page), "--json: expected another file than that of --out"),
     ):
         result = run("inspect", folder, *arguments, width=400)
@@ -551,8 +559,59 @@ def test_a_closed_standard_output():
     assert done.returncode == 0 and done.stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("saved", "expected"),
+    [
+        (True, "interrupted: the state is in {}, and the same command continues from it"),
+        (False, "interrupted: nothing was recorded yet"),
+        (None, "interrupted: nothing was saved; with --run FILE the same command would continue"),
+    ],
+)
+def test_ctrl_c_says_how_to_continue(run, checkpoint, tmp_path, monkeypatch, saved, expected):
+    folder, tokens = checkpoint
+    file = tmp_path / "run"
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    if saved:
+        assert run("inspect", folder, "--tokens", tokens, "--max-tokens", "20", "--run", str(file)).exit_code == 0
+    monkeypatch.setattr("regard.inspection.command.inspect", interrupted)
+    options = () if saved is None else ("--run", str(file))
+    result = run("inspect", folder, "--tokens", tokens, *options, width=400)
+    assert result.exit_code == 130 and result.output.splitlines()[-1] == expected.format(file)
+
+
+def test_a_warning_is_one_line(capfd):
+    usual = warnings.formatwarning
+    with terminal.plain_warnings():
+        print(warnings.formatwarning(UserWarning("it is slow"), UserWarning, "file.py", 3), end="")
+    assert capfd.readouterr().out == "warning: it is slow\n" and warnings.formatwarning is usual
+
+
 def test_errors_of_a_command_and_its_status_stay(monkeypatch):
     with pytest.raises(ZeroDivisionError), terminal.guarded_streams():
         _ = 1 / 0
     with pytest.raises(SystemExit, match="3"), terminal.guarded_streams():
         sys.exit(3)
+
+
+def test_a_file_without_permission_is_one_line(run, checkpoint, tmp_path, monkeypatch):
+    """Root may read everything, so the two functions that would fail are replaced."""
+    file = tmp_path / "closed.json"
+    file.write_text("{}")
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+
+    def denied(path, *_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", denied)
+    monkeypatch.setattr(Path, "open", denied)
+    for arguments in (
+        ("inspect", checkpoint[0], "--text", str(file)),
+        ("inspect", checkpoint[0], "--tokens", str(file)),
+        ("report", str(file)),
+    ):
+        result = run(*arguments, width=400)
+        (line,) = result.output.splitlines()
+        assert result.exit_code == 2 and line.startswith("error: ") and "Permission denied" in line, line

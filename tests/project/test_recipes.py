@@ -90,6 +90,7 @@ def use(blocks: list[Block], root: Path) -> subprocess.CompletedProcess:
 def copy(tmp_path):
     """The source, with the engine that is installed."""
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")  # the headers that compiled functions include
     engine = pytest.importorskip("regard._native", reason="the native engine was not built")
     shutil.copy(engine.__file__, tmp_path / "src" / "regard")
     return tmp_path

@@ -36,8 +36,11 @@ from regard import (
     Window,
 )
 from regard.backends import BACKENDS
+from regard.backends.triton import launch
 from regard.lowering import lower
 from regard.priors import Prior
+
+from .divergences import divergence
 
 stock_attention = F.scaled_dot_product_attention
 
@@ -119,7 +122,57 @@ def every_structure(make: Maker, heads: int) -> Prior:
     )
 
 
+def head_and_distance(make: Maker) -> Prior:
+    """A slope per head, a squared table by distance and a number per key, whose derivatives differ."""
+    slopes, table, keys = make.uniform("slopes", 0.1, 1, 4), make.normal("table", 4, 40), make.normal("per key", 2, 40)
+
+    def log_prior(b, h, i, j):
+        # In float64: PyTorch would compute these terms in half precision, where regard computes them in float32.
+        near = table.double()[h, (i - j).clamp(-9, 9) + 9]
+        return -slopes.double()[h] * (i - j).abs() + 0.3 * near.square() + torch.tanh(keys.double()[b, j])
+
+    return regard.prior(log_prior)
+
+
+def masked_function(make: Maker) -> Prior:
+    """Masks by documents, and a term that two tensors share."""
+    ids, width = make.index(2, 2, 40), make.uniform("width", 0.5, 2)
+
+    def log_prior(b, h, i, j):
+        allowed = (ids[b, i] == ids[b, j]) | (j <= 1)
+        return torch.where(allowed, -(((i - j) / (2 * width.double())) ** 2) * (1 + h), -math.inf)
+
+    return regard.prior(log_prior)
+
+
 STRUCTURED = [
+    Case("function", lambda m: Transport(prior=head_and_distance(m))),
+    Case(
+        "function, causal, GQA",
+        lambda m: Transport(prior=Causal() * head_and_distance(m), temperature=0.7),
+        lambda m: {"enable_gqa": True},
+        Hkv=2,
+    ),
+    Case(
+        "function, bottom-right, entmax",
+        lambda m: Transport(Tsallis(1.5), prior=head_and_distance(m) * Causal("bottom_right")),
+        lambda m: {"attn_mask": m.mask(5, 9)},
+        Tq=5,
+        Tk=9,
+        sensitivity=3,
+    ),
+    Case(
+        "function, sigmoid",
+        lambda m: Transport(FermiDirac(), prior=head_and_distance(m), marginal=Free(m.normal("offset", 4))),
+    ),
+    Case("masked function", lambda m: Transport(prior=masked_function(m), marginal=Rows(sink=m.normal("sink", 4)))),
+    Case(
+        "two functions and ALiBi, entmax",
+        lambda m: Transport(
+            Tsallis(1.3), prior=masked_function(m) * ALiBi(m.uniform("alibi", 0.1, 1, 4)) * head_and_distance(m)
+        ),
+        sensitivity=3,
+    ),
     Case("table", lambda m: Transport(prior=Causal() * Relative(m.normal("table", 4, 5)))),
     Case(
         "table, bottom-right",
@@ -465,11 +518,15 @@ CASES = [
     ),
     Case("your own", lambda m: Transport(custom(), prior=Causal()), sensitivity=2),
     Case("your own, sink", lambda m: Transport(custom(), marginal=Rows(sink=m.normal("sink", 4)), temperature=0.8)),
+    Case(
+        "your own, free", lambda m: Transport(divergence("huber"), marginal=Free(m.normal("offset", 4))), sensitivity=2
+    ),
     *STRUCTURED,
 ]
 
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-by_backend = pytest.mark.parametrize("backend", list(BACKENDS))
+# The kernels for GPUs take part if Triton interprets them (`make test-gpu-kernels`).
+by_backend = pytest.mark.parametrize("backend", [n for n in BACKENDS if n != "triton" or launch.interpreting()])
 
 
 @dataclass
@@ -550,6 +607,16 @@ def assert_close(got: Tensor, expected: Tensor, dtype: torch.dtype, sensitivity:
     allowed = sensitivity * ALLOWED * unit * max(1.0, float(expected.abs().max()))
     error = float((got - expected).abs().max())
     assert error <= allowed, f"{what}: error {error:.3e}, allowed {allowed:.3e}"
+
+
+def assert_as_good(what: str, got: Tensor, stock: Tensor, exact: Tensor) -> None:
+    """Assert that the error is at most ALLOWED times that of PyTorch for the same numbers, or for one attention."""
+    assert (got.shape, got.dtype) == (stock.shape, stock.dtype), what
+    dtype, exact = got.dtype, exact.detach().double()
+    error, lost = (float((t.detach().double() - exact).abs().max()) for t in (got, stock))
+    unit = max(pytorch_loss(dtype), torch.finfo(dtype).eps) if dtype != torch.float64 else 1e-11
+    allowed = ALLOWED * (lost + unit * float(exact.abs().max()))
+    assert error <= allowed, f"{what}: error {error:.3e}, allowed {allowed:.3e}"  # also fails for NaN
 
 
 def substitute(built, old, new):

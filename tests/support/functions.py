@@ -1,5 +1,7 @@
 """Functions and parts outside of regard, as a user has them in a module: for the tests of problems as JSON."""
 
+import torch
+
 from regard.priors import PlanShape, Prior, PriorTerms
 
 
@@ -9,6 +11,17 @@ def half_square(x):
 
 def one_more(t):
     return 1 + t
+
+
+SLOPES = torch.linspace(0.1, 0.4, 4)
+
+
+def near(b, h, i, j):
+    return -SLOPES[h] * (i - j).abs()
+
+
+def recent(b, h, q, k):
+    return q - k < 9
 
 
 class Recent(Prior):

@@ -44,8 +44,11 @@ from regard import (
     Window,
 )
 from regard.backends.reference import scores_of, solve_rows
+from regard.counting import admissible_keys
 from regard.form import Form
 from regard.lowering import lower
+
+from .divergences import Order
 
 NAMES = regard.statistics.ROW_STATISTICS
 OF_FAINT_ROWS = ("entropy", "kl", "score_variance", "dual")  # of weights as a distribution, or their price
@@ -107,6 +110,10 @@ class Problem:
         self.spread = r.choice([0.01, 1.0, 1.0, 1.0, 4.0, 10.0])  # the larger, the fewer keys have weight
         if self.family != "kl":
             self.other_family()
+        # The same problem with the regulariser written by hand, which is compiled. Near 1 its formulas lose digits.
+        # Above 2 and with tiny priors, t = pi^(1 - alpha) is beyond float32.
+        by_hand = random.Random(f"own {self.seed}").random() < 0.25
+        self.own = by_hand and self.family == "tsallis" and 1.25 < (self.alpha or 1.5) <= 2
         self.structured()
 
     def structured(self) -> None:
@@ -132,6 +139,13 @@ class Problem:
                 self.leaves["index"] = self.indices(r, self.block)
             elif self.union is None:
                 self.union = self.any_of(r)
+        chance = random.Random(f"function {self.seed}")
+        if chance.random() < 0.3:
+            self.more.append("function")
+            self.leaves["function slopes"] = self.uniform(H)
+            self.leaves["function table"] = self.normal(H, 41) * chance.choice([0.1, 1.0])
+            self.leaves["function keys"] = self.normal(B, max(1, Tk)) * 0.3
+            self.function_masks = chance.random() < 0.5
         if "tau" not in self.leaves and r.random() < 0.25:
             self.leaves["slope"] = self.uniform(r.choice([1, H])) + 0.3
             if self.statistics or r.random() < 0.5:  # with an offset of 0, rows of one key are at a limit
@@ -140,6 +154,17 @@ class Problem:
                 self.leaves["power"] = self.uniform(r.choice([1, H])) + 0.5
         if r.random() < 0.15:
             self.options["score"] = r.choice(["cosine", "euclidean"])
+
+    def function(self, x: dict[str, Tensor]) -> Any:
+        """A function whose graph does not depend on the seed, but for a mask: it is compiled twice."""
+        slopes, table, keys = x["function slopes"], x["function table"], x["function keys"]
+
+        def log_prior(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            away = (i - j).abs()
+            found = -0.01 * slopes[h] * away + table[h, away.clamp(max=40)] * 0.5 + torch.tanh(keys[b, j])
+            return torch.where((i + 2 * j) % 5 > 0, found, -math.inf) if self.function_masks else found
+
+        return regard.prior(log_prior, self.alignment)
 
     def indices(self, r: random.Random, block: int) -> Tensor:
         shape = (r.choice([1, self.B]), r.choice([1, self.H]), self.Tq, r.choice([1, 4, 20]))
@@ -268,6 +293,7 @@ class Problem:
                 "density": lambda: Density(x["density"]),
                 "selected": lambda: Selected(x["index"], self.block),
                 "union": lambda: self.union,
+                "function": lambda: self.function(x),
                 "causal": lambda: Causal(self.alignment),
                 "window": lambda: Window(*self.band, alignment=self.alignment),
                 "alibi": lambda: ALiBi(x["slopes"], alignment=self.alignment),
@@ -287,7 +313,7 @@ class Problem:
         regularizer = {
             "kl": KL,
             "fermi": FermiDirac,
-            "tsallis": lambda: Tsallis(x["alpha"] if self.alpha is None else self.alpha),
+            "tsallis": lambda: (Order if self.own else Tsallis)(x["alpha"] if self.alpha is None else self.alpha),
         }[self.family]()
         temperature: Any = x.get("tau", 1.0)
         if "slope" in x:
@@ -384,10 +410,19 @@ class Problem:
         self.options = options
         log_prior = bare.log_prior(self.Tq, self.Tk, u.dtype, u.device, with_density=False)
         total = (w * u * scores_of(bare)[0]).sum() + (0.0 if log_prior is None else (p * u * log_prior).sum())
+        by_unit: dict[str, Tensor] = {}
+        if self.options.get("score") == "cosine" and total.requires_grad:
+            # The gradient of x/|x| is the part of g/|x| across x. The part along x cancels, and its rounding stays.
+            vectors = {"q": bare.query, "k": bare.key}
+            grads = torch.autograd.grad(total, [x for x in vectors.values() if x is not None], retain_graph=True)
+            by_unit = {
+                n: g / leaves[n].detach().norm(dim=-1, keepdim=True) for n, g in zip(vectors, grads, strict=True)
+            }
         found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
         sizes = {
             n: 0.0 if g is None or not g.numel() else float(g.abs().max()) for n, g in zip(leaves, found, strict=True)
         }
+        sizes |= {n: max(sizes[n], float(g.abs().max())) for n, g in by_unit.items() if g.numel()}
         if "level" in self.leaves:  # in relaxed rows the price is a factor, too
             by_level = (w * u).sum(-1, keepdim=True)
             if self.marginal == "relax":
@@ -411,8 +446,14 @@ class Problem:
             rule = {
                 n: self.leaves[n].double().requires_grad_() for n in ("slope", "offset", "power") if n in self.leaves
             }
-            ruled = self.exactly(**rule).temperature
-            assert isinstance(ruled, Tensor)
+            log_count = admissible_keys(self.exactly()).clamp(min=1).double().log()
+            slope, offset, power = (
+                rule[n].view(1, -1, 1, 1) if n in rule else default
+                for n, default in (("slope", 0.0), ("offset", 0.0), ("power", 1.0))
+            )
+            several = log_count > 0
+            powered = torch.where(several, torch.where(several, log_count, 1.0) ** power, 0.0)
+            ruled = 1 / (offset + slope * powered).clamp(min=1e-24)
             found = torch.autograd.grad((by_tau * ruled).sum(), list(rule.values()), allow_unused=True)
             sizes |= {n: 0.0 if g is None else float(g.abs().sum()) for n, g in zip(rule, found, strict=True)}
         return sizes
@@ -420,7 +461,8 @@ class Problem:
     def describe(self) -> str:
         leaves = ", ".join(f"{n}{list(t.shape)}" for n, t in self.leaves.items())
         return (
-            f"seed {self.seed}: {self.family} {self.alpha} x {self.spread}, {self.dtype}, {leaves}; "
+            f"seed {self.seed}: {self.family}{' by hand' * self.own} "
+            f"{self.alpha} x {self.spread}, {self.dtype}, {leaves}; "
             f"priors {self.priors} {self.more} {self.alignment} {self.band}, block {self.block}, {self.union!r}, "
             f"marginal {self.marginal}, mask {self.mask}, {self.options}, statistics {self.statistics}, "
             f"gradients {self.gradients}"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import regard
+from regard.function_priors import FromFunction
 
 
 @dataclass
@@ -110,6 +111,9 @@ def log_prior_matrix(prior, is_causal, attn_mask, B, H, Tq, Tk):
             between = ((key > j[..., None]) & (key <= i[..., None])).double()  # [Tq, Tk, Tk]
             result = result + torch.einsum("...l,ijl->...ij", gates, between)
             result = result.masked_fill(j > i, -math.inf)
+        elif isinstance(factor, FromFunction):
+            batch, head = torch.arange(B).view(-1, 1, 1, 1), torch.arange(H).view(-1, 1, 1)
+            result = result + factor.function(batch, head, i[None, None], j[None, None]).detach().double()
         elif isinstance(factor, regard.Density):
             result = result + factor.prior.detach().double().log()
         else:

@@ -109,8 +109,8 @@ def test_unsupported_models_raise():
     ):
         with pytest.raises(ValueError, match=message):
             regard.hf.attention_function(LinearAttention(), **given, **extra)
-    with pytest.raises(TypeError, match=r"problem: expected a Transport, a module of regard\.features or None"):
-        regard.hf.register("by-features", torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"problem: expected a Transport, a module of regard\.features, a callable"):
+        regard.hf.register("by-features", "features")
 
 
 @pytest.mark.parametrize("side", [None, "left", "right"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -94,6 +95,9 @@ class Attend(torch.autograd.Function):
         info: Any, in_dims: tuple, form: Form, slots: tuple, names: tuple, backend: str, *tensors: Tensor
     ) -> tuple:
         V = info.batch_size
+        if form.function is not None:  # its batch index must stay that of one sample
+            bare = form.without_tensors()
+            return _stacked(lambda *own: Attend.apply(bare, slots, names, backend, *own), V, in_dims[4:], tensors)
         B = _logical_batch(slots, in_dims[4:], tensors)
         folded = [_fold(s, t, d, V, B, s in _PER_SAMPLE) for s, t, d in zip(slots, tensors, in_dims[4:], strict=True)]
         outputs = Attend.apply(form.without_tensors(), slots, names, backend, *folded)
@@ -202,6 +206,8 @@ class AttendBackward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple, plan: _Pullback, *tensors: Tensor) -> tuple:  # type: ignore[override]
         V = info.batch_size
+        if plan.form.function is not None:
+            return _stacked(lambda *own: AttendBackward.apply(plan, *own), V, in_dims[1:], tensors)
         dims, n = in_dims[1:], len(plan.slots)
         B = _logical_batch(plan.slots, dims[:n], tensors[:n])
         # A needed slot gets a gradient per sample, even where the samples share its value.
@@ -257,6 +263,16 @@ def _first_order_only(tensors: tuple[Tensor, ...]) -> bool:
 def _tangent(dual: Tensor) -> Tensor:
     primal, tangent = forward_ad.unpack_dual(dual)
     return torch.zeros_like(primal) if tangent is None else tangent
+
+
+def _stacked(function: Callable[..., Any], samples: int, dims: tuple, tensors: tuple[Tensor, ...]) -> tuple:
+    """The results of `function` for each sample, stacked, and their dimensions."""
+    found = [
+        function(*(t if dim is None else t.select(dim, n) for t, dim in zip(tensors, dims, strict=True)))
+        for n in range(samples)
+    ]
+    outputs = tuple(torch.stack(parts) for parts in zip(*found, strict=True))
+    return outputs, (0,) * len(outputs)
 
 
 def _logical_batch(slots: tuple, dims: tuple, tensors: tuple) -> int:

@@ -10,11 +10,12 @@ from .base import READOUT, Backend
 from .native import Native, warn_if_missing
 from .reference import Reference
 from .sdpa import Stock
+from .triton import Triton
 
 __all__ = ["BACKENDS", "READOUT", "REFERENCE", "Backend", "Choice", "choose", "fused_statistics"]
 
 REFERENCE = Reference()
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Native(), Stock(), REFERENCE)}
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Native(), Triton(), Stock(), REFERENCE)}
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def choose(form: Form, names: tuple[str, ...], backend: str = "auto") -> tuple[s
         return backend, {}
     reasons: dict[str, str] = {}
     for name, candidate in BACKENDS.items():
-        reason = candidate.unsupported(form, names) or candidate.unwise(form)
+        reason = candidate.unsupported(form, names) or candidate.unwise(form, names)
         if reason is None:
             return name, reasons
         reasons[name] = reason

@@ -41,8 +41,8 @@ class Backend(ABC):
 
         No other code decides this: "auto", the errors, docs/support.md and the skips of the tests call this method."""
 
-    def unwise(self, form: Form) -> str | None:
-        """Why "auto" does not choose this backend although it could serve the problem, or None."""
+    def unwise(self, form: Form, names: tuple[str, ...]) -> str | None:
+        """Why "auto" does not choose this backend although it could serve the problem and the outputs, or None."""
         return None
 
     def saved(self, form: Form, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -221,7 +221,7 @@ def solve_rows(form: Form, scores: Tensor, mu: Tensor | None = None, order: int 
     if form.marginal != "free":
         dual = torch.where(idle, -math.inf, dual)
     if full is not None:
-        p = torch.where(full, rows.prior(), p)
+        p = torch.where(full, rows.regularizer.ceiling * rows.prior(), p)
     scores = scores if admissible is None else torch.where(admissible, scores, 0.0)
     solution = Solution(form, rows.regularizer, temperature, scores, p, dual, start, log_prior, admissible, null)
     solution.silent, solution.silent_scores = silent, silent_scores
@@ -285,7 +285,7 @@ def _relaxed_price(rows: RowEquation, anchor: Tensor, log_prior: Tensor) -> Tens
 
 
 def _full_rows(rows: RowEquation) -> Tensor | None:
-    """Rows whose keys together can take at most the mass (Fermi-Dirac, early causal rows): there p = pi."""
+    """Rows whose keys together can take at most the mass (Fermi-Dirac, early causal rows): there p = ceiling * pi."""
     if rows.regularizer.ceiling == math.inf or rows.form.marginal != "rows":
         return None
     return rows.prior().sum(-1, keepdim=True) * rows.regularizer.ceiling <= rows.form.mass

@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 
 from ..form import Form
+from ..regularizers import regularizer_of
 
-PARAMETERS = ("slopes", "marginal_parameter", "temperature", "parameters.0")
+PARAMETERS = ("slopes", "marginal_parameter", "temperature", *(f"parameters.{n}" for n in range(4)))
 
 # The sums over a row's keys from which the gradient of each parameter is computed, by kernel (csrc/engine/problem.h).
 SUMS_KL = {
@@ -45,6 +46,8 @@ SUMS_LINK = {
     "parameters.0": ("row_ga", "row_g", "row_dot"),
     "marginal_parameter": ("row_g", "row_dot"),
 }
+# Of a regulariser of the user's own, any parameter.
+SUMS_OWN = SUMS_LINK | {f"parameters.{n}": ("row_gl", "row_g", "row_dot") for n in range(4)}
 
 
 def row_value(x: Any) -> Any:
@@ -67,7 +70,8 @@ class RowGradient:
         self.form, self.sums, self.outputs, self.centred = form, sums, outputs, centred
         self.kl = form.family == "kl"
         self.tau, self.parameter = row_value(form.temperature), row_value(form.marginal_parameter)
-        self.alpha: Any = None if self.kl else row_value(form.parameters[0]) if form.parameters else None
+        self.own = form.family not in ("kl", "tsallis", "fermi_dirac")  # the user's
+        self.alpha: Any = row_value(form.parameters[0]) if form.family == "tsallis" else None
         self.dual = outputs["dual"]
         self.idle = self.dual == -torch.inf  # rows without an admissible key
         self.lse_grad: Any = grads.get("lse", 0.0)
@@ -88,6 +92,8 @@ class RowGradient:
             result = self._marginal_parameter()
         elif slot == "temperature":
             result = self._temperature()
+        elif self.own:
+            result = self._own_parameter(slot)
         else:
             result = self._alpha()
         return result[..., None]
@@ -119,6 +125,11 @@ class RowGradient:
             log_weight: Any = self.null_score / self.tau
             inside: Any = None
             self.null_weight = slope = log_weight.exp()
+        elif self.own:
+            t = (self.null_score / self.tau)[..., None]
+            weight, slope = (x.squeeze(-1) for x in self.form.regularizer.weights_and_slopes(t, None))
+            self.null_weight, inside = weight, ~(weight <= 0)
+            log_weight = torch.where(inside, weight, 1.0).log()
         else:
             y = ((self.alpha - 1) * self.null_score / self.tau).clamp(min=0)
             inside, y = ~(y <= 0), torch.where(y <= 0, 1.0, y)  # NaN stays
@@ -174,6 +185,34 @@ class RowGradient:
         if not self.kl:
             return -self.sums["row_gd"]
         return torch.where(self.idle, 0.0, self.sums["row_pd"] * self.excess - self.sums["row_gd"])
+
+    def _own_parameter(self, slot: str) -> Tensor:
+        """The kernel sums pi dg/dtheta (u - b) over the keys: at a fixed price, t does not depend on theta."""
+        tensors = [f"parameters.{n}" for n, x in enumerate(self.form.parameters) if isinstance(x, Tensor)]
+        result = self.sums["row_gl"].select(-4, tensors.index(slot))
+        if self.form.marginal != "free":
+            # The rounding of the baseline is removed as if every key were the best one.
+            t = self.outputs["rest"][..., None]
+            _, slope = self.form.regularizer.weights_and_slopes(t, None)
+            change = self._by_parameter(slot, t) / slope.squeeze(-1)
+            excess = (self.sums["row_g"] - self.total) * change
+            result = result - torch.where(excess.isfinite(), excess, 0.0)
+        if self.form.marginal == "sink":
+            by = self._by_parameter(slot, (self.null_score / self.tau)[..., None])
+            result = result + torch.where(by == 0, 0.0, by * self.null_advantage)
+        return result
+
+    def _by_parameter(self, slot: str, t: Tensor) -> Tensor:
+        """dg/dtheta at one t per row."""
+        n = int(slot.partition(".")[2])
+        with torch.inference_mode(False), torch.enable_grad():
+            values = [x.detach().clone() if isinstance(x, Tensor) else x for x in self.form.parameters]
+            value = values[n]
+            assert isinstance(value, Tensor)
+            values[n] = value = value.expand(torch.broadcast_shapes(value.shape, t.shape)).clone().requires_grad_()
+            regularizer = regularizer_of(self.form.family, values, checked=False)
+            (by,) = torch.autograd.grad(regularizer.link(t.detach().clone()).sum(), value, allow_unused=True)
+        return torch.zeros_like(t.squeeze(-1)) if by is None else by.squeeze(-1)
 
     def _alpha(self) -> Tensor:
         alpha, marginal, dtype = self.alpha, self.form.marginal, self.form.dtype

@@ -35,6 +35,8 @@ class Stock(Backend):
             return "has no temperature 0"
         if form.softcap is not None:
             return "has no softcap"
+        if form.function is not None or form.untraced is not None:
+            return "has no priors from functions"
         if form.density is not None and form.density.requires_grad:
             return "has no gradient of a density at 0"
         if form.dropout_p > 0:
@@ -48,7 +50,7 @@ class Stock(Backend):
             return "would round queries divided by a temperature tensor to half precision"
         return None
 
-    def unwise(self, form: Form) -> str | None:
+    def unwise(self, form: Form, names: tuple[str, ...]) -> str | None:
         """Why "auto" does not choose this backend: it would take too much memory."""
         assert form.query is not None and form.value is not None
         B, H, Tq, Tk = form.shape

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from . import doctor, inspect, lab, report
-from .terminal import guarded_streams
+from . import audit, bench, doctor, inspect, lab, report
+from .terminal import guarded_streams, plain_warnings
 
 
 class _Commands(typer.Typer):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with guarded_streams():
+        with guarded_streams(), plain_warnings():
             return super().__call__(*args, **kwargs)
 
 
@@ -44,6 +44,8 @@ def main(
     pass
 
 
+app.command("audit")(audit.audit)
+app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
 app.command("inspect")(inspect.inspect)
 app.command("report")(report.report)

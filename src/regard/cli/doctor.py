@@ -10,15 +10,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..doctor import SettingError, examine
+from ..doctor import SettingError, clear_cache, examine
 from .terminal import fail, plain_table
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
+    clear: Annotated[bool, typer.Option("--clear-cache", help="Delete the compiled functions, and exit.")] = False,
+) -> None:
     """Check this installation: versions, processor, threads, the backends for some problems, and a self-test.
 
     Exits with status 1 if something is broken.
     """
+    if clear:
+        try:
+            print(f"Deleted {clear_cache()} compiled functions.")
+        except SettingError as error:
+            fail(error)
+        return
     try:
         facts = examine()
     except SettingError as error:
@@ -61,6 +70,10 @@ def _installation(facts: dict[str, Any]) -> Table:
         line("built by", f"{engine['compiler']}, threads: {engine['threading']}")
     else:
         line("native engine", engine["reason"].removeprefix("the native engine "))
+    cache = facts["cache"]
+    kept = f"{cache['libraries']} compiled functions, {cache['bytes'] / 2**20:.1f} of {cache['limit'] / 2**20:.0f} MiB"
+    line("function cache", f"{cache['path']}: {cache['problem'] or kept}")
+    line("compiler", cache["compiler"] or cache["no_compiler"])
     limit = threads["OMP_NUM_THREADS"]
     line("threads", f"{threads['torch']} (torch.get_num_threads), OMP_NUM_THREADS {limit or 'not set'}")
     runtimes = threads["openmp"]

@@ -12,8 +12,9 @@ from rich.text import Text
 
 from ..inspection.command import Refused, check_models, check_run, examine, judge, limits, read_record, read_source
 from ..inspection.findings import Finding, find, verdict
+from ..inspection.numbers import count_of, in_units
 from ..inspection.report import incomparable, labels, to_html
-from .terminal import check_outputs, fail, plain_table, show_remedies, write_outputs
+from .terminal import OURS, check_outputs, fail, plain_table, show_remedies, write_outputs
 
 COLOURS = {"alarm": "bold red", "warning": "yellow", "note": ""}
 COMPARED = ("normalized_entropy", "first_key_mass")  # statistics of which --compare shows the largest difference
@@ -21,16 +22,37 @@ COMPARED = ("normalized_entropy", "first_key_mass")  # statistics of which --com
 
 def inspect(
     model: Annotated[
-        str, typer.Argument(help="A folder, a .gguf file, a model's name, or smollm2 (no network needed).")
+        str,
+        typer.Argument(help="A folder, a .gguf file, a model's name, or smollm2 (no network needed).", metavar="MODEL"),
     ],
-    text: Annotated[Path | None, typer.Option(help="The text that the model reads; regard has one of its own.")] = None,
-    tokens: Annotated[Path | None, typer.Option(help="Token ids instead of a text: a file of integers.")] = None,
-    length: Annotated[int, typer.Option(min=2, help="Tokens in a sequence; a longer text is cut.")] = 2048,
-    limit: Annotated[int | None, typer.Option("--max-tokens", min=2, help="Read at most this many tokens.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the report, one HTML file, to this path.")] = None,
-    as_json: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this path.")] = None,
-    compare: Annotated[str | None, typer.Option(help="A second model, or numbers that --json wrote.")] = None,
-    run: Annotated[Path | None, typer.Option(help="Save the state in this file, and continue from it.")] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="The text that the model reads; by default a short story.", metavar="FILE", **OURS),
+    ] = None,
+    tokens: Annotated[
+        Path | None, typer.Option(help="Token ids instead of a text: a file of integers.", metavar="FILE", **OURS)
+    ] = None,
+    length: Annotated[int, typer.Option(min=2, help="Tokens in a sequence; a longer text is cut.", metavar="N")] = 2048,
+    limit: Annotated[
+        int | None, typer.Option("--max-tokens", min=2, help="Read at most this many tokens.", metavar="N")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the report, one HTML file, to this path.", metavar="FILE", **OURS)
+    ] = None,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", help="Write the numbers to this path.", metavar="FILE", **OURS)
+    ] = None,
+    compare: Annotated[
+        str | None, typer.Option(help="A second model, or numbers that --json wrote.", metavar="OTHER")
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            help="Save the state in this file; the same command continues from it after an interruption.",
+            metavar="FILE",
+            **OURS,
+        ),
+    ] = None,
     problem: Annotated[
         str | None,
         typer.Option(
@@ -41,7 +63,8 @@ def inspect(
     fail_on: Annotated[
         list[str] | None,
         typer.Option(
-            help="Exit with status 1 on findings of this rule or severity (alarm, warning, note); repeatable."
+            help="Exit with status 1 on findings of this rule or severity (alarm, warning, note); repeatable.",
+            metavar="NAME",
         ),
     ] = None,
     threshold: Annotated[
@@ -53,7 +76,7 @@ def inspect(
     ] = False,
     no_trust_remote_code: Annotated[bool, typer.Option("--no-trust-remote-code", hidden=True)] = False,
 ) -> None:
-    """Show what the attention heads of a language model do, without storing a Tq x Tk matrix."""
+    """Show what the attention heads of a model do, without storing a Tq x Tk matrix."""
     console, errors = Console(), Console(stderr=True)
 
     def say(message: str) -> None:
@@ -77,6 +100,14 @@ def inspect(
             other = examine(compare, run=None, say=say, **arguments)
     except Refused as refusal:
         fail(refusal)
+    except KeyboardInterrupt:
+        if run is None:
+            say("interrupted: nothing was saved; with --run FILE the same command would continue")
+        elif run.exists():
+            say(f"interrupted: the state is in {run}, and the same command continues from it")
+        else:
+            say("interrupted: nothing was recorded yet")
+        raise typer.Exit(130) from None
     show_inspection(record, console)
     if other is not None:
         show_comparison(record, other, console)
@@ -97,7 +128,8 @@ def show_inspection(record: dict[str, Any], console: Console) -> None:
     console.print(
         Text.assemble(
             (about["model"], "bold"),
-            f"  {about['layers']} layers, {len(record['heads'])} heads, {about['parameters'] / 1e6:.0f} M parameters, "
+            f"  {count_of(about['layers'], 'layer')}, {count_of(len(record['heads']), 'head')}, "
+            f"{in_units(about['parameters'])} parameters, "
             f"{about.get('tokens', 0):,} tokens of {about.get('text', 'text')} in {about['seconds']:.1f} s",
         )
     )

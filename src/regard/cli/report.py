@@ -12,7 +12,7 @@ from rich.text import Text
 from ..inspection.command import Refused, read_any
 from ..inspection.report import to_html, training_html, training_verdict
 from .inspect import COLOURS, show_inspection
-from .terminal import check_outputs, fail, plain_table, show_remedies, write_outputs
+from .terminal import OURS, check_outputs, fail, plain_table, show_remedies, write_outputs
 
 METRICS = (("entropy_norm", "p10"), ("entropy_norm", "p50"), ("max_score", "all"), ("first_key_mass", "p90"))
 MOST_EVENTS = 12
@@ -20,11 +20,19 @@ MOST_EVENTS = 12
 
 def report(
     run: Annotated[
-        Path, typer.Argument(help="The file or folder that regard.Monitor wrote, or the run file of an inspection.")
+        Path,
+        typer.Argument(
+            help="The file or folder that regard.Monitor wrote, or what regard inspect wrote (--run, --json).",
+            metavar="RUN",
+            **OURS,
+        ),
     ],
-    out: Annotated[Path | None, typer.Option(help="Write the report, one HTML file, to this path.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the report, one HTML file, to this path.", metavar="FILE", **OURS)
+    ] = None,
 ) -> None:
-    """Show how the attention of a model changed during training: layers over steps, and events."""
+    """Show how the attention of a model changed during training (layers over steps, and events), or a saved
+    inspection."""
     console = Console()
     check_outputs({"--out": out})
     try:
@@ -56,7 +64,7 @@ def show_training(record: dict[str, Any], console: Console) -> None:
     table = plain_table()
     table.add_column("layer", justify="right")
     for metric, kind in shown:
-        table.add_column(metric if kind == "all" else f"{metric} {kind}", justify="right")
+        table.add_column(metric if kind == "all" else f"{metric}\n{kind}", justify="right", no_wrap=True)
     for n, layer in enumerate(layers):
         ends = ([v for v in record["metrics"][metric][kind][n] if v is not None] for metric, kind in shown)
         table.add_row(str(layer[0]), *(f"{some[0]:.3g} → {some[-1]:.3g}" if some else "-" for some in ends))

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +19,9 @@ from rich.text import Text
 
 from .._files import check_writable, write
 
+# Of an option that is a path: the command checks the file, with an error of one line; typer's is a box of five.
+OURS: dict[str, Any] = {"readable": False}
+
 
 def plain_table(**options: Any) -> Table:
     """A table without a frame: a line below the header, two spaces between columns."""
@@ -26,6 +30,8 @@ def plain_table(**options: Any) -> Table:
 
 def show_remedies(remedies: Mapping[str, str], console: Console) -> None:
     """Print what to do, by the name of the rule."""
+    if remedies:
+        console.print()
     for rule, remedy in remedies.items():
         console.print(Text(f"what to do about {rule}: {remedy}"))
 
@@ -71,7 +77,7 @@ class _Stream:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.stream.fileno())  # the stream still has text that Python writes when it exits
             os.close(nowhere)
-            if error.errno != errno.EPIPE:  # whoever closed a pipe, as `head` does, has read enough
+            if error.errno != errno.EPIPE:  # a reader that closed the pipe, as `head` does, has read enough
                 show_error(f"{self.name}: expected a stream that can be written, got an error: {error.strerror}")
 
 
@@ -96,6 +102,17 @@ def guarded_streams() -> Iterator[None]:
     if errors:
         status = 1 if all(error.errno == errno.EPIPE for error in errors) else 2
     sys.exit(status)
+
+
+@contextlib.contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Run a command that prints a warning as one line, without the file and the line of the code."""
+    usual = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def check_outputs(paths: Mapping[str, Path | None]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._validate import Scalar, describe
+from .._validate import Scalar, concrete, describe
 from ..features import Features
 from ..operator import attention
 from ..priors import ALiBi, Bias, Causal, Documents, Prior, Window
@@ -16,7 +16,8 @@ from ..problem import Rows, RowsAndColumns, TemperatureRule, Transport
 from ..regularizers import KL
 from ..statistics import AuxOutput, AuxRequest
 from .biases import RelativeBias, read_bias
-from .lengths import check_lengths, follows_positions, keys_so_far
+from .factories import Factory, Seen
+from .lengths import check_lengths, follows_positions, keys_so_far, last_key
 from .masks import StructuredMask
 from .parameters import Retrofit, retrofit_of
 
@@ -41,7 +42,7 @@ HARMLESS = frozenset(
 
 
 def attention_function(
-    problem: Transport | Features | None,
+    problem: Transport | Features | Factory | None,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -92,7 +93,7 @@ def counted_keys(module: nn.Module, problem: Transport, keys: Tensor) -> Tensor:
 
 
 def as_call(
-    problem: Transport | None,
+    problem: Transport | Factory | None,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -109,9 +110,11 @@ def as_call(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     output_attentions: bool | None = None,
+    regard_seen: Seen | None = None,
     **others: Any,
 ) -> dict[str, Any]:
-    """The arguments that transformers passes to an attention function, as the arguments of `regard.attention`."""
+    """The arguments that transformers passes to an attention function, as the arguments of `regard.attention`. A
+    factory builds the problem of this call."""
     if output_attentions:
         raise ValueError(
             "output_attentions: expected False, got True; regard keeps no Tq x Tk matrix (regard.inspect, regard.topk "
@@ -142,8 +145,14 @@ def as_call(
         mask = attention_mask.dense() if isinstance(attention_mask, StructuredMask) else attention_mask
         if mask.dtype != torch.bool:
             mask = _with_infinity(mask)
-    cross = getattr(module, "is_cross_attention", False)
-    if Tq == 1 < Tk and causal and not cross and problem is not None and follows_positions(problem.prior):
+    cross = getattr(module, "is_cross_attention", False) or (regard_seen is not None and regard_seen.is_cross)
+    step = Tq == 1 < Tk and causal and not cross  # of decoding
+    if isinstance(problem, Factory):
+        if step and mask is not None and mask.shape[-1] > 1 and concrete(mask):
+            Tk = max(1, int(last_key(mask).max()))  # a static cache has empty keys after it
+            mask = mask[..., :Tk]
+        problem = problem.build(module, query, key, Tk, regard_seen, attention_mask, others.get("position_ids"))
+    if step and problem is not None and follows_positions(problem.prior):
         # A decoding step: the query is at the position of the last key that it may read.
         if mask is not None and mask.shape[-1] > 1:
             Tk = keys_so_far(mask)

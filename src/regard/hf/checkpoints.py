@@ -15,15 +15,20 @@ from transformers.modeling_utils import PreTrainedModel
 
 from ..features import Features
 from ..problem import Transport
+from .adoption import check_whole
+from .factories import Factory
 from .models import configurations, outermost_model
 
 ENTRY = "regard_problem"  # of a model's configuration
 
-Lookup = Callable[[str | None], "Transport | Features | None"]  # the problem of a name, None if it is softmax
+Lookup = Callable[[str | None], "Transport | Features | Factory | None"]  # of a name, None if it is softmax
 
 
-def entry_of(name: str, problem: Transport | Features) -> dict[str, Any]:
-    """The entry for a registered problem. "problem" is None where JSON cannot express it: features, lambdas."""
+def entry_of(name: str, problem: Transport | Features | Factory) -> dict[str, Any]:
+    """The entry for a registered problem. "problem" is None where JSON cannot express it: features, lambdas. The name
+    of a factory's class or function is "factory"; its parameters are among the model's weights."""
+    if isinstance(problem, Factory):
+        return {"name": name, "text": f"the factory {problem.text}", "problem": None, "factory": problem.text}
     try:
         written = problem.to_json() if isinstance(problem, Transport) else None
     except (TypeError, ValueError):
@@ -47,13 +52,16 @@ def _required_by(config: Any, lookup: Lookup) -> str | None:
         return None
     if not isinstance(entry, dict) or not isinstance(name := entry.get("name"), str):
         raise ValueError(f"config: expected the entry {ENTRY} with a name, got {entry!r}")
-    found, written = lookup(name), entry.get("problem")
-    if found is None or (written is not None and written != entry_of(name, found)["problem"]):
-        problem = "its problem" if written is None else f"regard.Transport.from_json(config.{ENTRY}['problem'])"
+    found, written, factory = lookup(name), entry.get("problem"), entry.get("factory")
+    now = {} if found is None else entry_of(name, found)
+    if found is None or now.get("factory") != factory or (written is not None and written != now["problem"]):
+        problem = factory or "its problem"
+        other = ", or give `regard inspect` the option --problem" if factory is None else ""
+        problem = problem if written is None else f"regard.Transport.from_json(config.{ENTRY}['problem'])"
         raise ValueError(
             f"attn_implementation: expected {name!r}, registered with {entry.get('text')}, because the checkpoint was "
             f"saved with it, got {'no such name' if found is None else repr(found)}; call regard.hf.register({name!r}, "
-            f"{problem}) before you load the model, or give `regard inspect` the option --problem"
+            f"{problem}) before you load the model{other}"
         )
     return name
 
@@ -72,6 +80,7 @@ def guard_checkpoints(original_name: Callable[[str | None], str | None], lookup:
     @functools.wraps(save)
     def saved(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         forget(self.config)
+        check_whole(self)
         for part in configurations(self.config):
             name = original_name(part._attn_implementation_internal)
             if name is not None and (problem := lookup(name)) is not None:

@@ -16,6 +16,7 @@ from ..problem import Budget, TemperatureRule, Transport
 from ..regularizers import KL
 from ..statistics import AuxRequest
 from .calls import attend, counted_keys
+from .factories import Factory
 from .interception import AttentionCall, Interception
 
 
@@ -57,14 +58,8 @@ def entropies(model: nn.Module) -> Iterator[Entropies]:
     listener = _EntropyListener()
     interception = Interception(model, listener)
     for problem in interception.problems.values():
-        if problem is None:
-            continue
-        plain = isinstance(problem, Transport) and isinstance(problem.regularizer, KL)
-        if not plain or isinstance(problem.temperature, Budget) or _is_cold(problem.temperature):
-            raise ValueError(
-                f"model: expected one that solves KL() at a temperature above 0 that is no budget, whose entropy has a "
-                f"gradient, got {problem!r}"
-            )
+        if not isinstance(problem, Factory):  # the problem of a factory is checked when it is built
+            _check_has_gradient(problem)
     with interception.attached():
         yield listener.found
 
@@ -82,6 +77,7 @@ class _EntropyListener:
         pass
 
     def attend(self, call: AttentionCall) -> Tensor:
+        _check_has_gradient(call.problem)
         out, aux = attend(call.module, call.arguments, AuxRequest(entropy=True, support=True))
         if in_backward():
             return out
@@ -96,6 +92,19 @@ class _EntropyListener:
         rows = None if real is None else real[:, None].to(out.device)
         self.found.append(Entropy(call.name, aux.entropy, keys, rows))
         return out
+
+
+def _check_has_gradient(problem: object) -> None:
+    """Raise if the entropy of a problem's rows has no gradient."""
+    if problem is None:
+        return
+    plain = isinstance(problem, Transport) and isinstance(problem.regularizer, KL)
+    temperature = problem.temperature if isinstance(problem, Transport) else 0.0
+    if not plain or isinstance(temperature, Budget) or _is_cold(temperature):
+        raise ValueError(
+            f"model: expected one that solves KL() at a temperature above 0 that is no budget, whose entropy has a "
+            f"gradient, got {problem!r}"
+        )
 
 
 def _is_cold(temperature: object) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import huggingface_hub
+from huggingface_hub import constants
 
 PATIENCE = 3.0  # seconds to wait for an answer of the hub's machine
 
@@ -19,7 +20,6 @@ def reach(name: str) -> dict[str, Any]:
 
     The machine of the hub, or that of the proxy, must accept a connection. If it does not, the model must be cached.
     """
-    constants = huggingface_hub.constants
     if constants.HF_HUB_OFFLINE:
         reason = "HF_HUB_OFFLINE is set"
     elif _answers(constants.ENDPOINT):

@@ -21,11 +21,12 @@ from ..problem import Transport
 from .biases import use_tables
 from .calls import as_call, attention_function
 from .checkpoints import check_implementation
-from .models import check, configurations_of
-from .positions import CallStack, Place
+from .factories import Factory
+from .models import check, configurations_of, layer_numbers
+from .positions import CallStack, Place, named_arguments, parts_of
 from .registry import TEMPORARY, install, is_installed, original_name, problem_of, registered_problem, remove
 
-Problem = Transport | Features | None
+Problem = Transport | Features | Factory | None
 
 _numbers = itertools.count()
 _attached: dict[str, Interception] = {}  # by the name under which a model finds its attention function
@@ -39,7 +40,7 @@ class AttentionCall:
     name: str  # of the module in the model
     depth: int  # how often the model called this module before in the same pass: layers may share their weights
     layer: int  # number of the module among the model's attentions, or its own `layer_idx`
-    problem: Problem  # as registered; None: softmax
+    problem: Transport | Features | None  # as registered, or as a factory built it (with the mask); None: softmax
     arguments: dict[str, Any]  # of `regard.attention`
     place: Place
 
@@ -68,10 +69,8 @@ class Interception:
         for config in configurations_of(model):
             check_implementation(config, original_name, registered_problem)
         self.names = {id(module): name for name, module in model.named_modules()}
-        own = [n for module in modules if isinstance(n := getattr(module, "layer_idx", None), int)]
-        numbers = own if len(set(own)) == len(modules) else range(len(modules))  # hybrid models keep their own numbers
-        self.layers = {id(module): number for module, number in zip(modules, numbers, strict=True)}
-        self.calls = CallStack(model, modules)
+        self.layers = layer_numbers(modules)
+        self.modules, self.parts, self.calls = modules, parts_of(model, modules), CallStack()
         self.replacements: dict[str | None, str] = {}  # the model's implementation name -> our temporary name
         self._stacks: dict[str, list[Interception]] = {}  # our name -> the interceptions that receive its calls
         self.refresh()
@@ -114,12 +113,11 @@ class Interception:
                 _attached[ours] = self
             for config, name in self.originals:
                 config._attn_implementation_internal = self.replacements[name]
-            for module in self.calls.parts:
+            for module in self.parts:
                 hooks.append(module.register_forward_pre_hook(self._before_part, with_kwargs=True))
                 hooks.append(module.register_forward_hook(self._after_part, always_call=True))
             hooks += [
-                module.register_forward_pre_hook(self._before_attention, with_kwargs=True)
-                for module in self.calls.attentions.values()
+                module.register_forward_pre_hook(self._before_attention, with_kwargs=True) for module in self.modules
             ]
             yield
         finally:
@@ -162,7 +160,7 @@ class Interception:
             self.listener.model_returned()
 
     def _before_attention(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.calls.enter_attention(module, args, kwargs)
+        self.calls.enter_attention(module, named_arguments(module, args, kwargs))
 
     def _function(self, problem: Problem, stack: list[Interception]) -> Callable[..., tuple[Tensor, None]]:
         """The attention function that is installed under one of our names."""
@@ -188,4 +186,5 @@ class Interception:
         (B, _, Tq, _), Tk = call["query"].shape, call["key"].shape[2]
         place, depth = self.calls.place(module, B, Tq, Tk, position_ids), self.calls.depth(module)
         name, layer = self.names[id(module)], self.layers[id(module)]
-        return self.listener.attend(AttentionCall(module, name, depth, layer, problem, call, place))
+        solved = call["problem"] if isinstance(problem, Factory) else problem
+        return self.listener.attend(AttentionCall(module, name, depth, layer, solved, call, place))

@@ -21,13 +21,23 @@ _REGIONS = "Causal, Window, Prefix and their unions fit every length"
 _PACKED = "position_ids that begin again at 0 separate packed sequences without a prior, at every length"
 
 
+class _Lengths(NamedTuple):
+    """The lengths that a tensor fits: comparisons, because a compiled call has lengths that are not numbers."""
+
+    first: int
+    last: int
+
+    def fit(self, length: int) -> bool:
+        return self.first <= length <= self.last
+
+
 class _Sized(NamedTuple):
     """A tensor of a problem that is made for one number of queries or keys."""
 
     name: str
     tensor: Tensor
-    queries: range | None  # None: any number
-    keys: range | None
+    queries: _Lengths | None  # None: any number
+    keys: _Lengths | None
     remedy: str
 
 
@@ -35,7 +45,7 @@ def check_lengths(problem: Transport | None, Tq: int, Tk: int) -> None:
     """Raise if a tensor of the problem is made for another number of queries or keys than those of this call."""
     for part in () if problem is None else _sized(problem):
         sides = (part.queries, Tq, "queries"), (part.keys, Tk, "keys")
-        if all(fitting is None or length in fitting for fitting, length, _ in sides):
+        if all(fitting is None or fitting.fit(length) for fitting, length, _ in sides):
             continue
         made_for = [f"{_shown(fitting)} {what}" for fitting, _, what in sides if fitting is not None]
         raise ValueError(
@@ -45,8 +55,8 @@ def check_lengths(problem: Transport | None, Tq: int, Tk: int) -> None:
         )
 
 
-def _shown(lengths: range) -> str:
-    return str(lengths.start) if len(lengths) == 1 else f"{lengths.start} to {lengths.stop - 1}"
+def _shown(lengths: _Lengths) -> str:
+    return str(lengths.first) if lengths.first == lengths.last else f"{lengths.first} to {lengths.last}"
 
 
 def _sized(problem: Transport) -> Iterator[_Sized]:
@@ -84,7 +94,7 @@ def _sized_prior(prior: Prior) -> Iterator[_Sized]:
         yield _Sized("Selected(index)", prior.index, _exactly(prior.index, -2), None, _REGIONS)
     if isinstance(prior, Blocks):
         queries, keys = (
-            range((blocks - 1) * prior.size + 1, blocks * prior.size + 1) for blocks in prior.map.shape[-2:]
+            _Lengths((blocks - 1) * prior.size + 1, blocks * prior.size) for blocks in prior.map.shape[-2:]
         )
         yield _Sized("Blocks(map)", prior.map, queries, keys, _REGIONS)
 
@@ -111,13 +121,13 @@ def _row_parameters(problem: Transport) -> Iterator[tuple[str, Any]]:
         yield f"{type(temperature).__name__}({field.name})", getattr(temperature, field.name)
 
 
-def _size(tensor: Tensor, dim: int) -> range | None:
+def _size(tensor: Tensor, dim: int) -> _Lengths | None:
     """The only length that a dimension, counted from the end, fits; None if it broadcasts."""
     return None if tensor.dim() < -dim or tensor.shape[dim] == 1 else _exactly(tensor, dim)
 
 
-def _exactly(tensor: Tensor, dim: int) -> range:
-    return range(tensor.shape[dim], tensor.shape[dim] + 1)
+def _exactly(tensor: Tensor, dim: int) -> _Lengths:
+    return _Lengths(tensor.shape[dim], tensor.shape[dim])
 
 
 def follows_positions(prior: Prior | None) -> bool:
@@ -131,13 +141,18 @@ def keys_so_far(mask: Tensor) -> int:
     if not concrete(mask):
         raise ValueError(
             "problem: expected a prior that does not depend on positions for a compiled step with a dense mask, whose "
-            "values are not known, got one that does"
+            "values are not known, got one that does; use a dynamic cache, or generate(disable_compile=True)"
         )
-    allowed = mask if mask.dtype == torch.bool else mask > -torch.inf
-    own = torch.where(allowed, torch.arange(1, mask.shape[-1] + 1, device=mask.device), 0).amax(-1)
+    own = last_key(mask)
     if int(own.min()) != int(own.max()):
         raise ValueError(
             f"problem: expected one position for the new tokens of all sequences, because the prior depends on "
             f"positions, got {sorted(set(own.flatten().tolist()))}"
         )
     return int(own.max())
+
+
+def last_key(mask: Tensor) -> Tensor:
+    """The number of keys up to the last one that each query may read, from a mask [B, H, Tq, Tk]."""
+    allowed = mask if mask.dtype == torch.bool else mask > -torch.inf
+    return torch.where(allowed, torch.arange(1, mask.shape[-1] + 1, device=mask.device), 0).amax(-1)

@@ -15,6 +15,7 @@ import transformers
 from .._validate import describe
 from ..problem import Transport
 from .checkpoints import ENTRY, forget, required_name
+from .factories import Factory
 from .hub import reach
 from .models import attentions, configurations
 from .parameters import RECORD
@@ -53,12 +54,21 @@ def load(
                 # A stock attention, whatever the checkpoint's configuration names: that could be downloaded code.
                 part._attn_implementation_internal = "eager"
             implementation = required_name(config, registered_problem) if problem is None else None
-            forget(config)
-            if "gguf_file" not in options and hasattr(config, RECORD):
+            retrofitted = "gguf_file" not in options and hasattr(config, RECORD)
+            if problem is not None or not retrofitted:  # `from_pretrained` reads the entry itself
+                forget(config)
+            if retrofitted:
                 model, info = from_pretrained(where, config=config, dtype=dtype, **options), {"missing_keys": ()}
             else:
+                # The parameters of a factory are read with the other weights.
+                own = implementation if isinstance(registered_problem(implementation), Factory) else None
                 model, info = _class_of(config, options).from_pretrained(
-                    where, config=config, dtype=dtype, attn_implementation="eager", output_loading_info=True, **options
+                    where,
+                    config=config,
+                    dtype=dtype,
+                    attn_implementation=own or "eager",
+                    output_loading_info=True,
+                    **options,
                 )
     except Exception as error:  # transformers, its readers and its hub raise many types of exceptions
         raise ValueError(f"model: {name!r} cannot be loaded: {_first_line(error)}") from error

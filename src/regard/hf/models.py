@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -18,6 +18,15 @@ from .biases import use_tables
 def attentions(model: nn.Module) -> dict[str, nn.Module]:
     """The model's attention modules that use transformers' attention interface, by name."""
     return {name: module for name, module in model.named_modules() if _uses_interface(type(module))}
+
+
+def layer_numbers(modules: Iterable[nn.Module]) -> dict[int, int]:
+    """The number of each attention in its model, by its id: its own `layer_idx` (hybrid models keep their numbers),
+    or its place among the attentions if these are not all different."""
+    modules = list(modules)
+    own = [n for module in modules if isinstance(n := getattr(module, "layer_idx", None), int)]
+    numbers = own if len(set(own)) == len(modules) else range(len(modules))
+    return {id(module): number for module, number in zip(modules, numbers, strict=True)}
 
 
 def configurations(*roots: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .._display import Displayed
 
+_names: dict[type, tuple[str, ...]] = {}  # of the arguments of forward, by the class of a module
 _SOUND = frozenset(("input_values", "input_features"))
 _INPUTS = _SOUND | {"input_ids", "inputs_embeds", "pixel_values"}  # a module that accepts one of them is a part
 _OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states", "cross_attention_states")  # the sources of other keys
@@ -46,42 +47,61 @@ class _Frame:
     places: dict[tuple[int, int, int, bool], Place] = field(default_factory=dict)
 
 
-class CallStack:
-    """The calls of a model and of its parts that are under way, the innermost last."""
+def parts_of(model: nn.Module, attentions: Iterable[nn.Module]) -> list[nn.Module]:
+    """The model and its parts that accept tokens: they may be called on their own, and the mask of a part may be built
+    inside the model."""
+    attending = {id(module) for module in attentions}
+    return [
+        module
+        for module in model.modules()
+        if id(module) not in attending and (module is model or _INPUTS & {*_parameters(module)})
+    ]
 
-    def __init__(self, model: nn.Module, attentions: Iterable[nn.Module]) -> None:
-        self.model = model
-        self.attentions = {id(module): module for module in attentions}
-        self.parts = [module for module in model.modules() if self._is_part(module)]
-        watched = (*self.parts, *self.attentions.values())
-        self.parameters = {id(module): list(inspect.signature(module.forward).parameters) for module in watched}
+
+def named_arguments(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a module's forward by name."""
+    return dict(zip(_parameters(module), args, strict=False)) | kwargs
+
+
+def is_cross(arguments: dict[str, Any]) -> bool:
+    """Whether an attention that is called with these arguments reads the keys of another sequence."""
+    return any(arguments.get(name) is not None for name in _OTHER_SEQUENCE)
+
+
+def _parameters(module: nn.Module) -> tuple[str, ...]:
+    """The names of the arguments of a module's forward."""
+    if "forward" in vars(module):  # replaced on this module alone
+        return tuple(inspect.signature(module.forward).parameters)
+    kind = type(module)
+    if kind not in _names:  # Dynamo, which may trace this, warns about functools.cache
+        _names[kind] = tuple(inspect.signature(kind.forward).parameters)[1:]
+    return _names[kind]
+
+
+class CallStack:
+    """The calls of models and of their parts that are under way, the innermost last."""
+
+    def __init__(self) -> None:
         self.frames: list[_Frame] = []
         self._is_cross: dict[int, bool] = {}  # by attention: whether its keys are those of another sequence
         self._warned = False
 
-    def _is_part(self, module: nn.Module) -> bool:
-        """Whether this is the model, or a part that accepts tokens: it may be called on its own, and its mask may be
-        built inside the model."""
-        if id(module) in self.attentions:
-            return False
-        return module is self.model or bool(inspect.signature(module.forward).parameters.keys() & _INPUTS)
-
     def push(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """The model or a part is called."""
-        arguments = self._named(module, args, kwargs)
+        arguments = named_arguments(module, args, kwargs)
         cache: Any = arguments.get("past_key_values")
         past = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
         self.frames.append(_Frame(module, arguments, past))
 
     def pop(self, module: nn.Module) -> None:
         """The module has returned."""
-        while self.frames and self.frames.pop().module is not module:
-            pass  # frames of calls that an exception ended
+        if any(frame.module is module for frame in self.frames):
+            while self.frames.pop().module is not module:
+                pass  # frames of calls that an exception ended
 
-    def enter_attention(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def enter_attention(self, module: nn.Module, arguments: dict[str, Any]) -> None:
         """An attention is called."""
-        arguments = self._named(module, args, kwargs)
-        self._is_cross[id(module)] = any(arguments.get(name) is not None for name in _OTHER_SEQUENCE)
+        self._is_cross[id(module)] = is_cross(arguments)
         if self.frames:
             self.frames[-1].entered[id(module)] += 1
 
@@ -92,20 +112,17 @@ class CallStack:
     def clear(self) -> None:
         self.frames.clear()
 
-    def _named(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return dict(zip(self.parameters[id(module)], args, strict=False)) | kwargs
-
     # --- positions ----------------------------------------------------------------------------------------------------
 
     def place(self, module: nn.Module, B: int, Tq: int, Tk: int, position_ids: object) -> Place:
         """The positions of an attention's queries and keys. The layers of one call share the result."""
-        frame = self.frames[-1] if self.frames else _Frame(self.model, {})
-        is_cross = self._is_cross.get(id(module), False)
-        key = (B, Tq, Tk, is_cross)
+        frame = self.frames[-1] if self.frames else _Frame(module, {})
+        cross = self._is_cross.get(id(module), False)
+        key = (B, Tq, Tk, cross)
         if key not in frame.places:
             if position_ids is None:
                 position_ids = frame.arguments.get("position_ids")
-            frame.places[key] = self._find_place(frame, B, Tq, Tk, is_cross, position_ids)
+            frame.places[key] = self._find_place(frame, B, Tq, Tk, cross, position_ids)
         return frame.places[key]
 
     def _find_place(self, frame: _Frame, B: int, Tq: int, Tk: int, is_cross: bool, position_ids: object) -> Place:

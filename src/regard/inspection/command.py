@@ -4,6 +4,7 @@ file of a training or of an inspection). `regard.cli` prints the results."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib import resources
@@ -22,6 +23,8 @@ from .journal import located, read_run
 from .result import Inspection
 from .rules import SEVERITIES
 from .run import inspect
+
+_INTEGER = re.compile(r"[+-]?[0-9]{1,18}")  # 18 digits fit into 64 bits
 
 
 class Refused(Exception):
@@ -43,11 +46,11 @@ def read_source(text: Path | None, tokens: Path | None) -> Source:
     if text is not None and tokens is not None:
         raise Refused("--text, --tokens: expected one of them, got both")
     if tokens is not None:
-        try:
-            words = _content(tokens, "--tokens").replace(",", " ").strip("[] \n").split()
-            ids = torch.tensor([int(word) for word in words], dtype=torch.long)
-        except (ValueError, RuntimeError) as error:  # RuntimeError: beyond 64 bits
-            raise Refused(f"--tokens: expected integers, got {tokens}: {str(error).splitlines()[0]}") from None
+        words = _content(tokens, "--tokens").replace(",", " ").strip("[] \n").split()
+        if wrong := next((word for word in words if not _INTEGER.fullmatch(word)), None):
+            shown = wrong if len(wrong) <= 40 else wrong[:39] + "…"
+            raise Refused(f"--tokens: expected integers of at most 18 digits, got {shown!r} in {tokens}")
+        ids = torch.tensor([int(word) for word in words], dtype=torch.long)
         if len(ids) < 2:
             raise Refused(f"--tokens: expected at least 2 token ids, got {tokens} with {len(ids)}")
         return Source(tokens.name, ids=ids)
@@ -74,8 +77,10 @@ def check_run(run: Path | None) -> None:
     if run is not None and run.exists():
         try:
             Inspection.load(run)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise Refused(f"--run: expected a new file or one that --run wrote, got {run}: {error}") from None
+        except ValueError as error:
+            raise Refused(f"--run: {str(error).removeprefix('path: ')}") from None
 
 
 def examine(
@@ -241,8 +246,10 @@ def read_any(path: Path) -> tuple[str, dict[str, Any]]:
                 raise Refused(f"{where}: expected a run with a finished sequence, got one that ended before: {hint}")
             return "inspection", found.record()
         return "training", read_run(where)
-    except (OSError, ValueError) as error:
-        raise Refused(f"{error}") from None
+    except OSError as error:
+        raise Refused(f"{where}: expected a file that can be read, got an error: {error.strerror}") from None
+    except ValueError as error:
+        raise Refused(str(error)) from None
 
 
 def judge(fail_on: list[str]) -> Callable[[dict[str, Any]], bool]:

@@ -54,9 +54,18 @@ def _apply(entry: HeadRule, record: dict[str, Any], heads: list[Head], limits: T
             place = {"layer": head.layer, "head": head.head}
             yield Finding(**entry.rule.text(), **place, value=value, threshold=threshold, message=message)
     if missing:
-        names = ", ".join(sorted(set(missing)))
         where = "" if len(missing) == len(heads) else f" for {len(missing)} of {len(heads)} heads"
-        yield _not_checked(entry, limits, f"not checked{where}: the record has no value of {names}")
+        yield _not_checked(entry, limits, f"not checked{where}: {_why_missing(record, sorted(set(missing)))}")
+
+
+def _why_missing(record: dict[str, Any], names: list[str]) -> str:
+    """Why statistics have no value: they were not recorded, or this text has no row that defines them."""
+    verb = "was" if len(names) == 1 else "were"
+    if not set(names) <= set(record["statistics"]):
+        return f"{', '.join(names)} {verb} not recorded"
+    if names == ["induction"]:
+        return "in this text no token occurs again, which induction needs"
+    return f"no query of this text has a value of {', '.join(names)}"
 
 
 def _not_checked(entry: HeadRule, limits: Thresholds, reason: str) -> Finding:

@@ -92,7 +92,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
                 if not (isinstance(index, int) and isinstance(name, str) and isinstance(heads, int)):
                     raise TypeError("its layers are not [number, name, heads]")
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}: expected a line that Monitor wrote, got line {number}: {error}") from None
+            reason = "not JSON" if isinstance(error, json.JSONDecodeError | UnicodeDecodeError) else error
+            what = "another file" if number == 1 else "a damaged one"
+            raise ValueError(
+                f"{path}: expected a run file of regard.Monitor, got {what} (line {number}: {reason})"
+            ) from None
         if number == 1 and (entry.get("format"), entry.get("version")) != (FORMAT, VERSION):
             raise ValueError(f"{path}: expected a run file of regard.Monitor (version {VERSION}), got another file")
         found.append(entry)

@@ -26,11 +26,11 @@ from ..features import Features
 from ..form import Form
 from ..lowering import lower
 from ..operator import attention
-from ..statistics import ROW_STATISTICS, AuxRequest, undefined
+from ..statistics import ROW_STATISTICS, undefined
 from . import provenance
 from .layers import DERIVED, Layer, derived_channels, nth_call
 from .patterns import count_admissible, sees_first_key
-from .recorder import Recorder
+from .recorder import Recorder, defined_statistics
 
 Real = Callable[[dict[str, Any]], Tensor | None]
 
@@ -98,7 +98,7 @@ class TransformersListener(Recorder):
             if isinstance(problem, Features):
                 raise ValueError(f"model: expected attention whose plan has an entropy, got features ({problem!r})")
         if wanted is None:  # of the default ones, only those that every problem of the model defines
-            requests = [AuxRequest.all(problem) for problem in problems if not isinstance(problem, Features)]
+            requests = [defined_statistics(problem) for problem in problems if not isinstance(problem, Features)]
             names = tuple(name for name in names if all(getattr(request, name) for request in requests))
         return names
 

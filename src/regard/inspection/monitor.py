@@ -111,7 +111,7 @@ class Monitor:
         except BaseException:
             self._stop_listening()
             raise
-        self.stop()
+        self._finish(4)  # _finish, this function, contextlib, the caller
 
     def due(self, step: int) -> bool:
         """Whether this step is sampled."""
@@ -134,6 +134,10 @@ class Monitor:
 
     def stop(self) -> None:
         """What `with monitor(step)` does at its end."""
+        self._finish(3)
+
+    def _finish(self, level: int) -> None:
+        """End a sampled step. `level`: the stack level of the caller, for a warning."""
         if self._listening is None:
             return
         self._stop_listening()
@@ -144,8 +148,9 @@ class Monitor:
                 warnings.warn(
                     f"Monitor: no attention of {type(self.model).__name__} was seen in step {self.current}; expected "
                     f"a transformers model, or modules that call regard.attention or PyTorch's "
-                    f"scaled_dot_product_attention, in a pass with gradients (evaluation=True: any pass)",
-                    stacklevel=3,
+                    f"scaled_dot_product_attention (nn.MultiheadAttention does with need_weights=False), in a pass "
+                    f"with gradients (evaluation=True: any pass)",
+                    stacklevel=level,
                 )
             self._warned = True
             return

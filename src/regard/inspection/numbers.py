@@ -23,5 +23,13 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
+def in_units(n: int) -> str:
+    """A count with three digits and its unit: 735K, 22.6M, 1.24B."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if n >= 0.9995 * size:
+            return f"{float(f'{n / size:.3g}'):g}{unit}"
+    return str(n)
+
+
 def count_of(n: int, noun: str) -> str:
     return f"{n} {noun}{'' if n == 1 else 's'}"

@@ -2,7 +2,7 @@
 // has a draw function; the functions under "state" change the state and update the views.
 (() => {
   const {
-    $, data, onLayoutChange, show, signed, plural, known, mean, html, svg, option, VIRIDIS, colour, widthOf, ticks, tickText, drawLegend,
+    $, data, onLayoutChange, show, signed, plural, plain, known, mean, html, svg, option, VIRIDIS, colour, widthOf, ticks, tickText, drawLegend,
   } = plots;
   const {
     comparing, metric, withUnit, heads, layers, columns, place, indexOf, statistics, findingsOf, names, inFirst, inSecond, difference,
@@ -228,7 +228,7 @@
       return [i, row];
     }));
     $("table").replaceChildren(
-      html("thead", {}, html("tr", {}, head("place", "head"), shown.map(([id, text]) => head(id, text, null, metric(id).about)), head("findings", "findings", "text"))),
+      html("thead", {}, html("tr", {}, head("place", "head"), shown.map(([id, text]) => head(id, text, comparing && (id === "first" || id === "second") ? "named" : null, metric(id).about)), head("findings", "findings", "text"))),
       html("tbody", {}, [...tableRows.values()]));
     $("count").textContent = `${plural(order.length, "head")}${column === "place" && !down ? "" : ", sorted"}`;
     $("more").hidden = limit === order.length;
@@ -285,10 +285,10 @@
 
   function drawProvenance() {
     const sides = other === null ? [record] : [record, other];
-    const fields = [...new Set(sides.flatMap((r) => Object.keys(r.provenance ?? {})))];
-    const text = (value) => (value === null || value === undefined ? "–" : typeof value === "number" ? value.toLocaleString("en") : typeof value === "object" ? JSON.stringify(value) : String(value));
+    // Without "declared", the JSON of the problems: `problems` has them as Python writes them.
+    const fields = [...new Set(sides.flatMap((r) => Object.keys(r.provenance ?? {})))].filter((name) => name !== "declared");
     $("provenance").replaceChildren(html("tbody", {}, fields.map((name) => html("tr", {},
-      html("th", { scope: "row" }, name.replaceAll("_", " ")), sides.map((r) => html("td", {}, html("bdi", {}, text(r.provenance?.[name]))))))));
+      html("th", { scope: "row" }, name.replaceAll("_", " ")), sides.map((r) => html("td", {}, html("bdi", {}, plain(r.provenance?.[name]))))))));
     const p = record.provenance ?? {};
     $("facts").textContent = [plural(layers.length, "layer"), `${plural(columns.length, "head")} each`, p.tokens ? `${p.tokens.toLocaleString("en")} tokens of ${p.text ?? "text"}` : null, p.problem, p.date ? String(p.date).slice(0, 10) : null].filter(Boolean).join(" · ");
   }

@@ -38,8 +38,8 @@ const panel = (() => {
     const longest = record.provenance?.longest ?? Infinity;
     const end = (i) => Math.max(positions.edges[i] + 1, Math.min(positions.edges[i + 1] ?? 0, longest));
     const span = (i) => {
-      const [from, to] = [positions.edges[i], end(i)];
-      return positions.edges[i + 1] === undefined ? `${from}+` : to - from <= 1 ? `${from}` : `${from}–${to - 1}`;
+      const [from, to] = [positions.edges[i], end(i) - 1].map((position) => position.toLocaleString("en"));
+      return positions.edges[i + 1] === undefined ? `${from}+` : to === from ? from : `${from}–${to}`;
     };
     // Logarithmic in the number of keys: the entropy of a causal model with equal weights is a straight line.
     const middle = bins.map((i) => (positions.edges[i] + end(i) - 1) / 2);
@@ -51,7 +51,7 @@ const panel = (() => {
     if (name === "entropy") series.push({ name: "all keys equal", style: "null", dashed: true, values: positions.null_entropy[state.selected] });
     drawLines($("position"), {
       x, series, start: bins.length - 1, at: (i) => `position ${span(i)}`, xTitle: "position of the query (log scale)", yTitle: withUnit(name),
-      marks: marks.filter((_, k) => marks.length < 7 || k % 2 === 0).map((v) => [along(v), String(v)]),
+      marks: marks.filter((_, k) => marks.length < 7 || k % 2 === 0).map((v) => [along(v), v.toLocaleString("en")]),
     });
   }
   // One text may be longer than the other; the bins that both have must be equal.
@@ -106,6 +106,7 @@ const panel = (() => {
     $("window-figure").hidden = $("strip-figure").hidden = !view || !view.tokens.length;
     if ($("window-figure").hidden) return;
     const size = view.tokens.length;
+    $("window-title").textContent = `Weights between the ${inView().map ? "first " : ""}${plural(size, "token")}`;
     const weight = windowWeights();
     const canvas = $("window");
     const cell = Math.max(3, Math.floor((Math.min(widthOf(canvas.parentElement), 420) - MARGIN) / size));

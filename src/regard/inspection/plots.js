@@ -36,6 +36,14 @@ const plots = (() => {
   }
   const signed = (value) => (value > 0 ? "+" : "") + show(value);
   const plural = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`;
+  // A value of the provenance: text, a number, or an object of such.
+  function plain(value) {
+    if (value === null || value === undefined || value === "") return "–";
+    if (typeof value === "number") return value.toLocaleString("en");
+    if (typeof value !== "object") return String(value);
+    const text = Object.entries(value).map(([name, each]) => `${name}: ${plain(each)}`).join("; ") || "–";
+    return text.length > 500 ? `${text.slice(0, 500)}…` : text;
+  }
   const known = (values) => values.filter((v) => v !== null && v !== undefined && Number.isFinite(v));
   const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
 
@@ -170,7 +178,7 @@ const plots = (() => {
   }
 
   return {
-    $, data, onLayoutChange, metricOf, show, signed, plural, known, mean, html, svg, option, VIRIDIS, VIK, BERLIN, dark, colour, widthOf, ticks, tickText,
+    $, data, onLayoutChange, metricOf, show, signed, plural, plain, known, mean, html, svg, option, VIRIDIS, VIK, BERLIN, dark, colour, widthOf, ticks, tickText,
     drawLegend, drawLines,
   };
 })();

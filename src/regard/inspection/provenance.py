@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..features import Features
 from ..nn.declared import Declared, HasProblem
 from ..problem import Transport
 
@@ -62,9 +61,9 @@ def declared_in(model: nn.Module) -> dict[str, str | None]:
     return found
 
 
-def as_json(problem: Transport | Features | None, parameters: Mapping[str, Tensor] | None = None) -> str | None:
+def as_json(problem: object, parameters: Mapping[str, Tensor] | None = None) -> str | None:
     """The problem of a model as JSON; None where JSON cannot express it or would be long (see "problems" then)."""
-    if isinstance(problem, Features):
+    if problem is not None and not isinstance(problem, Transport):
         return None
     try:
         text = (problem or Transport()).to_json(parameters)

@@ -22,7 +22,7 @@ from ..operator import attention
 from ..plan import weights_at
 from ..priors import Documents
 from ..problem import RowsAndColumns, Transport
-from ..regularizers import KL
+from ..regularizers import KL, Tsallis
 from ..statistics import ROW_STATISTICS, AuxOutput, AuxRequest
 from . import provenance
 from .layers import DERIVED, PATTERNS, Layer, derived_channels, nth_call, position_bins
@@ -62,7 +62,7 @@ class Recorder:
                 if isinstance(problem, Features):
                     common &= set(FEATURES_STATISTICS)
                     continue
-                request = AuxRequest.all(problem)
+                request = defined_statistics(problem)
                 common &= {name for name in ROW_STATISTICS if getattr(request, name)}
             return tuple(name for name in ROW_STATISTICS if name in common)
         wanted = [wanted] if isinstance(wanted, str) else list(wanted)
@@ -277,6 +277,11 @@ class Recorder:
             for layer in self.inspection.layers:
                 layer.index = order[layer.name]
         self.inspection.layers.sort(key=lambda layer: order[layer.name])
+
+
+def defined_statistics(problem: Transport | hf.Factory | None) -> AuxRequest:
+    """The statistics that a problem defines; of a factory, those that every one-sided problem defines."""
+    return AuxRequest.all(Transport(Tsallis(1.5)) if isinstance(problem, hf.Factory) else problem)
 
 
 def _ignore(*_: Any) -> None:

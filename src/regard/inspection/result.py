@@ -155,7 +155,8 @@ class Inspection:
     def __repr__(self) -> str:
         heads = sum(layer.heads for layer in self.layers)
         sizes = f"layers={len(self.layers)}, heads={heads}, rows={self.rows}, statistics={len(self.statistics)}"
-        return f"Inspection({self.about.get('model', 'model')}, {sizes})"
+        begun = "" if self.partial is None else f", under way: {count_of(self.partial.calls, 'layer')} of a batch"
+        return f"Inspection({self.about.get('model', 'model')}, {sizes}{begun})"
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the verdict of the rules, and `summary` as a table."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 REPLACEMENT = "\ufffd"
-LONGEST = 12  # tokens of a group: an emoji of several code points may have more tokens than bytes in a code point
+LONGEST = 12  # tokens that are searched for a whole character
+LARGEST = 64  # tokens of a group: an emoji may have a dozen code points of up to four bytes
 OPENING = 160  # characters of `opening`
 
 
@@ -63,9 +64,9 @@ def _group(ids: Sequence[int], start: int, decode: Callable[[list[int]], str]) -
         if whole is None:  # not valid UTF-8, or the text was cut inside of a character
             return alone, 1
         text, size = whole
-    while start + size < len(ids) and size < LONGEST:
+    while start + size < len(ids) and size < LARGEST:
         found = _first_whole(ids, start + size, decode)
-        if found is None or size + found[1] > LONGEST or not _joins(text, found[0]):
+        if found is None or size + found[1] > LARGEST or not _joins(text, found[0]):
             break
         text, size = text + found[0], size + found[1]
     return text, size
@@ -82,14 +83,15 @@ def _first_whole(ids: Sequence[int], start: int, decode: Callable[[list[int]], s
 
 def _joins(text: str, more: str) -> bool:
     """Whether `more` continues the last emoji of `text`: a variation, a skin tone, a keycap, the next part of a joined
-    emoji, or the second letter of a flag."""
+    emoji, the second letter of a flag, or a tag (the letters of the flag of Scotland)."""
     if not text or not more:
         return False
     last, first = text[-1], more[0]
     if "\U0001f1e6" <= first <= "\U0001f1ff":
         letters = len(text) - len(text.rstrip("".join(map(chr, range(0x1F1E6, 0x1F200)))))
         return letters % 2 == 1
-    return first in "\u200d\ufe0e\ufe0f\u20e3" or "\U0001f3fb" <= first <= "\U0001f3ff" or last == "\u200d"
+    continues = first in "\u200d\ufe0e\ufe0f\u20e3" or last == "\u200d"
+    return continues or "\U0001f3fb" <= first <= "\U0001f3ff" or "\U000e0020" <= first <= "\U000e007f"
 
 
 def opening(ids: Sequence[int], tokenizer: Any) -> str:

@@ -2,7 +2,7 @@
 // every view.
 (() => {
   const {
-    $, data: record, onLayoutChange, metricOf, show, plural, known, html, svg, option, VIRIDIS, colour, widthOf, ticks, tickText, drawLegend, drawLines,
+    $, data: record, onLayoutChange, metricOf, show, plural, plain, known, html, svg, option, VIRIDIS, colour, widthOf, ticks, tickText, drawLegend, drawLines,
   } = plots;
 
   // range: "share" is 0 to 1, "zero" is from 0 up, none is the range of the values.
@@ -199,8 +199,8 @@
 
   function drawProvenance() {
     const about = { ...record.about, samples: record.samples };
-    $("provenance").replaceChildren(html("tbody", {}, Object.entries(about).filter(([, v]) => v !== null && v !== "").map(([name, value]) =>
-      html("tr", {}, html("th", { scope: "row" }, name), html("td", {}, String(value))))));
+    $("provenance").replaceChildren(html("tbody", {}, Object.entries(about).filter(([, value]) => plain(value) !== "–").map(([name, value]) =>
+      html("tr", {}, html("th", { scope: "row" }, name), html("td", {}, plain(value))))));
     const heads = layers.reduce((sum, layer) => sum + layer[2], 0);
     const thinned = record.samples > steps.length ? `, ${steps.length} of them shown` : "";
     $("facts").textContent = `steps ${first.toLocaleString("en")} to ${last.toLocaleString("en")}, ${plural(record.samples, "sample")}${thinned}, ${plural(layers.length, "layer")}, ${plural(heads, "head")}`;

@@ -51,9 +51,9 @@ class MultiheadAttention(HasProblem, nn.MultiheadAttention):
 
     `problem` is a `Transport`, or a callable that builds one in every forward call; None is softmax. The callable may
     be a module with parameters, which becomes a submodule. If it has an argument, it receives a `Context` with the
-    query's `hidden_states` [B, Tq, E] and the number of `heads`. A module of `regard.features` may be passed instead of
-    a problem; it supports causal attention and padding, but no other mask and no dropout. Masks are as in
-    PyTorch: True in a bool mask *masks* a key, a float mask is added to the scores.
+    query's `hidden_states` [B, Tq, E], the number of `heads` and the positions. A module of
+    `regard.features` may be passed instead of a problem; it supports causal attention and padding, but no other mask
+    and no dropout. Masks are as in PyTorch: True in a bool mask *masks* a key, a float mask is added to the scores.
 
     An `nn.Parameter` in a `Transport` becomes a parameter of this module, named by its place: `problem.marginal.sink`.
     Other tensors in it become buffers. The attribute `problem` is then a module that builds the Transport from their
@@ -105,7 +105,9 @@ class MultiheadAttention(HasProblem, nn.MultiheadAttention):
             out, weights = self._by_features(self.problem, q, k, v, keep, is_causal, need_weights)
         else:
             mask, is_causal = self._mask(attn_mask, key_padding_mask, is_causal, q.shape[0], q.shape[2], k.shape[2])
-            problem = self.problem_of(self.num_heads, query)
+            idle = None if key_padding_mask is None else _idle(F.pad(key_padding_mask, (0, self._added())))
+            own = alone and not self._added()
+            problem = self.problem_of(self.num_heads, query, None if own else k.shape[2], idle)
             if alone and key_padding_mask is not None:
                 problem = self._without_idle(problem, key_padding_mask)
             out = attention(q, k, v, mask, self.dropout if self.training else 0.0, is_causal, problem=problem)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,16 +12,7 @@ from .._compat import pytree
 from .._pytree import Part
 from .._validate import describe
 from ..problem import Transport
-
-
-@dataclass(frozen=True)
-class Context:
-    """The attention call for which a problem is built. A callable with one argument receives it in every forward."""
-
-    module: nn.Module
-    heads: int
-    hidden_states: Tensor  # [B, Tq, E]: what the queries are projected from
-
+from .context import Context, called, takes_context
 
 # A callable builds the problem in every forward: from its own parameters alone, or also from the call.
 Problem = Transport | Callable[[], Transport] | Callable[[Context], Transport] | None
@@ -115,6 +105,7 @@ def learned(problem: Transport | nn.Module) -> list[str]:
 class HasProblem(nn.Module):
     """A module whose attribute `problem` may be a `Transport`. A Transport with tensors is stored as a `Declared`."""
 
+    layer = 0  # number of the attention in its model, which a `Context` has; `Transformer` sets it
     _with_context = False  # whether `problem` is a callable that takes a `Context`
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -126,10 +117,15 @@ class HasProblem(nn.Module):
                 delattr(self, name)  # nn.Module allows only a module or None in place of a module
         super().__setattr__(name, value)
 
-    def problem_of(self, heads: int, hidden_states: Tensor) -> Transport | None:
-        """The problem of a forward call, with the current values of its parameters."""
+    def problem_of(
+        self, heads: int, hidden_states: Tensor, keys: int | None = None, padding: Tensor | None = None
+    ) -> Transport | None:
+        """The problem of a forward call, with the current values of its parameters. `keys` and `padding` as in
+        `Context`."""
         given: Any = self.problem
-        return given(Context(self, heads, hidden_states)) if self._with_context else built(given)
+        if not self._with_context:
+            return built(given)
+        return called(given, Context(self, heads, hidden_states, self.layer, keys=keys, padding=padding))
 
 
 def _stored(problem: Any) -> Any:
@@ -147,10 +143,11 @@ def built(problem: Problem) -> Transport | None:
     return problem()  # type: ignore[call-arg]
 
 
-def takes_context(problem: Callable[..., Any]) -> bool:
-    """Whether a callable has an argument that must be given."""
-    own = inspect.signature(problem.forward if isinstance(problem, nn.Module) else problem).parameters.values()
-    return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in own)
+def is_factory(problem: object) -> bool:
+    """Whether a callable builds a problem for a call: a module, or a function of an argument named `context`."""
+    if isinstance(problem, nn.Module):
+        return True
+    return inspect.isfunction(problem) and next(iter(inspect.signature(problem).parameters), None) == "context"
 
 
 def check_problem(name: str, problem: object) -> None:

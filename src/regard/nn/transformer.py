@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from .._validate import describe
 from ..features import Features
 from ..operator import attention as solve_and_average
 from ..problem import Transport
-from .declared import HasProblem, Problem, built, check_problem
+from .declared import HasProblem, Problem, built, check_problem, is_factory
 
 Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]  # query, key, value, is_causal -> output
 Init = float | Literal["pytorch", "unit"]
@@ -84,9 +84,12 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Predicts the next token at every position: tokens [B, T] -> logits [B, T, vocabulary].
 
-    `problem` is a `Transport`, a module of `regard.features`, or a function of the layer's number. The function returns
-    one of these, or a callable that builds a `Transport` in every forward call (a module, if it has parameters). If the
-    callable has an argument, it receives a `Context` with the layer's `hidden_states`: forget gates are computed so.
+    `problem` is a `Transport`, a module of `regard.features`, a module that builds a `Transport` in every forward call,
+    or a function of the layer's number, which returns one of these (or another callable that builds a Transport). If
+    what builds it has an argument, it receives a `Context` with the layer's `hidden_states` and number: forget gates
+    are computed so. A function whose argument is named `context` is not a function of the layer's number: it builds the
+    problem of every layer. A module is shared by the layers, unless a function of the layer's number makes one for
+    each.
     Instead of a problem, `attention` may be a function or module that is called with (query, key, value, is_causal); of
     a module, every layer has its own copy. An `nn.Parameter` in a `Transport` is a parameter of the model. Layers with
     the same Transport share its parameters; a function of the layer's number can give each layer its own.
@@ -113,7 +116,7 @@ class Transformer(nn.Module):
         init: Init = 0.02,
         qk_norm: bool = False,
         causal: bool = True,
-        problem: Transport | Features | Callable[[int], Problem | Features] | None = None,
+        problem: Problem | Features | Callable[[int], Problem | Features] = None,
         attention: Attention | None = None,
     ) -> None:
         super().__init__()
@@ -140,7 +143,7 @@ class Transformer(nn.Module):
         self.dropout = nn.Dropout(dropout)
         blocks = []
         for layer in range(layers):
-            own = problem(layer) if callable(problem) else problem
+            own: Any = problem(layer) if callable(problem) and not is_factory(problem) else problem  # type: ignore[call-arg]
             check_problem(f"problem({layer})", own)
             attend = copy.deepcopy(attention) if isinstance(attention, nn.Module) else attention
             if isinstance(own, Features):
@@ -148,6 +151,7 @@ class Transformer(nn.Module):
             if attend is not None and dropout:
                 raise ValueError(f"dropout: expected 0 with `attention` or features, which have none, got {dropout}")
             blocks.append(Block(SelfAttention(width, heads, own, attend, qk_norm, dropout, causal), width, dropout))
+            blocks[-1].attention.layer = layer
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(width)
         self.head = None if tied else nn.Linear(width, vocabulary, bias=False)

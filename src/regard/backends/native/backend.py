@@ -14,11 +14,13 @@ from torch import Tensor
 
 from ..._compat import PLAIN_TENSOR_TYPES
 from ..._validate import concrete
+from ...compiled.cpp import POSITIONS
 from ...form import Form
 from ..base import READOUT, Backend
-from ..row_gradient import PARAMETERS, SUMS_KL, SUMS_LINK, RowGradient, row_value
-from .engine import extension, missing
-from .records import FAMILIES, LOG_PRIORS, MARGINALS, centred, record_of
+from ..row_gradient import PARAMETERS, SUMS_KL, SUMS_LINK, SUMS_OWN, RowGradient, row_value
+from .engine import amx, extension, missing, uncompiled
+from .links import bounded, link_missing, link_of, lists_keys, value_missing
+from .records import FAMILIES, LOG_PRIORS, MARGINALS, centred, function_address, record_of
 
 _LIST_ROOM = 128  # numbers that a row may store for backward about its few keys
 _PRICE = ("dual", "peak", "rest")  # the plan can be computed again from these
@@ -47,6 +49,7 @@ _SUMS = {
     "decay_query": ("row_gp",),
     "decay_key": ("key_g",),
 }
+_CAPTURED_SUMS = 2**24  # float64 sums over the elements of captured tensors that a backward pass may hold
 _DENSITY_LEAST = 2.0**-60  # stands for a density of 0 in a backward pass: dL/dpi is the sum of dL/dlog(pi), over pi
 
 
@@ -68,8 +71,6 @@ class Native(Backend):
         for tensor in (form.query, form.key, form.value):  # lowering has checked the others
             if type(tensor) not in PLAIN_TENSOR_TYPES:
                 return f"reads memory, which a subclass of Tensor need not have (got a {type(tensor).__name__})"
-        if form.family not in FAMILIES:
-            return "has kernels for KL, Tsallis and Fermi-Dirac only"
         if form.marginal not in MARGINALS:
             return "solves rows only (regard.attention reduces rows and columns to rows)"
         if form.family == "fermi_dirac" and form.marginal != "free":
@@ -80,14 +81,33 @@ class Native(Backend):
             return "has no temperature below 1e-30 in float32 (scores would overflow)"
         if len(form.log_priors) > LOG_PRIORS:
             return f"multiplies at most {LOG_PRIORS} biases (got {len(form.log_priors)})"
-        if form.first_query or form.first_key:
+        if form.first_query or form.first_key or form.first_batch or form.first_head:
             return "serves whole plans, not blocks of one"
+        if form.family not in FAMILIES:
+            reason = link_missing(form) or (value_missing(form) if "value" in names else None)
+            if reason is not None:
+                return f"cannot compile the regulariser: {reason}"
+        if form.untraced is not None:
+            return f"compiles the function of a prior, but {form.untraced}"
+        if form.function is not None:
+            if max(form.shape[2], form.shape[3]) >= POSITIONS:
+                return f"compiles functions for fewer than {POSITIONS} positions"
+            if any(sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) >= 2**31 for t in form.captured):
+                return "reads captured tensors of fewer than 2^31 numbers"
+            if (reason := uncompiled(form.function)) is not None:
+                return f"compiles the function of a prior, but {reason}"
         for name in names:
             if name == READOUT:
                 if not all(map(concrete, form.tensors().values())):
                     return "reads memory, which traced tensors do not have"
             elif name != "out" and name not in _STATISTICS:
                 return f"has no kernel for the statistic {name}"
+        return None
+
+    def unwise(self, form: Form, names: tuple[str, ...]) -> str | None:
+        """Why "auto" leaves plain softmax in bfloat16 to PyTorch on some processors."""
+        if names == ("out",) and _plain_bfloat16(form) and amx():
+            return "has no kernels for AMX, which PyTorch uses for plain softmax in bfloat16"
         return None
 
     def saved(self, form: Form, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -102,6 +122,8 @@ class Native(Backend):
         centre = ("baseline_value",) if form.marginal != "free" else ()
         if "entropy" in names:
             centre += ("baseline_log",) if form.marginal != "free" else ("mass",)
+            if form.marginal == "rows" and form.family not in FAMILIES and bounded(form):  # full rows send less
+                centre += ("mass",)
         return _PRICE + centre + (("lists",) if _may_list(form) else ())
 
     def saved_shapes(self, form: Form) -> dict[str, tuple[int, ...]]:
@@ -148,7 +170,8 @@ class Native(Backend):
             # sum p |v|^2 - |o|^2 from a centre that keeps the digits under a large common offset
             centre = centre.repeat_interleave(form.group, 1)
             short = 1 - results["mass"]
-            if form.marginal == "rows":  # the mass is known exactly; the factor below may be large
+            if form.marginal == "rows" and form.regularizer.ceiling == math.inf:
+                # The mass is known exactly; the factor below may be large.
                 short = torch.where(results["mass"] == 0, 1.0, 1 - form.mass)
             missing = short * (centre**2).sum(-1)
             results["value_spread"] += missing - ((results["out"] - centre) ** 2).sum(-1)
@@ -191,6 +214,8 @@ class Native(Backend):
         kinds = {slot: _kind(form, slot, tensors[slot]) for slot in needed}
         wanted = {field for kind in kinds.values() for field in kind}
         chunks = _chunks(form, not wanted.isdisjoint(("dense_g", "dense_ds")))
+        captured = {field: tensors[field].numel() for field in wanted if field.startswith("captured.")}
+        chunks, units = _units(form, chunks, sum(captured.values()))
         found: dict[str, Tensor] = {}
         parts = (chunks,) if chunks > 1 else ()
         for field in wanted:
@@ -205,6 +230,11 @@ class Native(Backend):
                 assert form.query_factor is not None
                 rows = (*parts, B, H, Tq) if field == "d_query_factor" else (B, H, Tk)
                 found[field] = torch.zeros((*rows, form.query_factor.shape[3]), dtype=form.dtype)
+            elif field == "row_gl":
+                shape = (*parts, len(link_of(form).arguments(form)), B, H, Tq)
+                found[field] = torch.empty(shape, dtype=form.dtype)
+            elif field in captured:
+                found[field] = torch.zeros((units, *tensors[field].shape), dtype=torch.float64)
             elif field.startswith("row"):
                 found[field] = torch.empty((*parts, B, H, Tq), dtype=form.dtype)
             elif field.startswith("key"):
@@ -213,12 +243,11 @@ class Native(Backend):
                 shapes = [tensors[slot].shape for slot in needed if kinds[slot] == (field,)]
                 found[field] = torch.zeros(torch.broadcast_shapes(*shapes), dtype=form.dtype)
         _sweep(form, found, outputs, grads, chunks, _DENSITY_LEAST if "density" in needed else 0.0)
+        for field in captured:
+            found[field] = _in_order(found[field])
         for field in wanted if parts else ():
             if field in ("dq", "relative_g", "d_query_factor") or (field.startswith("row") and field != "row_dot"):
-                total = found[field][0]
-                for part in found[field][1:]:
-                    total += part
-                found[field] = total
+                found[field] = _in_order(found[field])
             elif field == "row_dot":
                 found[field] = found[field][0]
 
@@ -271,12 +300,28 @@ class Native(Backend):
         module.reading(record.record)
 
 
+def _plain_bfloat16(form: Form) -> bool:
+    """Whether PyTorch's fused kernel serves the problem: softmax in bfloat16, causal or without any prior, of a size
+    at which it takes matrix products."""
+    assert form.query is not None and form.value is not None
+    _, _, Tq, Tk = form.shape
+    if form.query.dtype != torch.bfloat16 or form.family != "kl" or form.marginal != "rows" or form.mass != 1:
+        return False
+    if form.softcap is not None or form.dropout_p > 0 or form.hard or not isinstance(form.temperature, float):
+        return False
+    causal = form.left is None and form.right == 0 and form.offset == 0
+    masks = (form.mask, form.score_bias, form.query_ids, form.selected, form.tile_map)
+    plain = not form.weighted and all(mask is None for mask in masks) and (causal or form.left is form.right is None)
+    return plain and form.query.shape[-1] == form.value.shape[-1] and min(Tq, Tk) >= 64
+
+
 def _may_list(form: Form) -> bool:
     """Whether forward may store lists of the keys with weight, so that backward need not search them
     (sparse_rows.h)."""
     _, _, Tq, Tk = form.shape
     plain = not form.weighted and form.score_bias is None and not form.softcap
-    return plain and form.family == "tsallis" and form.marginal in ("rows", "sink") and Tq >= 16 and Tk >= 512
+    large = form.marginal in ("rows", "sink") and Tq >= 16 and Tk >= 512
+    return plain and large and (form.family == "tsallis" or (form.family not in FAMILIES and lists_keys(form)))
 
 
 def _centred_squares(form: Form) -> tuple[Tensor, Tensor]:
@@ -310,7 +355,7 @@ def _readable(form: Form) -> Tensor:
     if form.selected is not None:
         blocks = -(-Tk // form.selected_block)
         some = torch.zeros(*form.selected.shape[:2], blocks + 1, dtype=torch.bool)
-        some.scatter_(2, form.selected.clamp(max=blocks).flatten(2), True)
+        some.scatter_(2, torch.where(form.selected < 0, blocks, form.selected).flatten(2), True)
         keys = some[..., :blocks].repeat_interleave(form.selected_block, 2)[..., :Tk]
         read = read & _of_key_heads(keys, heads)[..., None]
     return read if form.key_ids is None else read & (form.key_ids >= 0).mT
@@ -323,7 +368,10 @@ def _of_key_heads(keys: Tensor, heads: int) -> Tensor:
 
 def _kind(form: Form, slot: str, tensor: Tensor) -> tuple[str, ...]:
     """The sums from which the gradient of a slot is computed. For a bias they depend on how it broadcasts."""
-    fixed = (_SUMS | (SUMS_KL if form.family == "kl" else SUMS_LINK)).get(slot)
+    if slot.startswith("captured."):
+        return (slot,)
+    sums = SUMS_KL if form.family == "kl" else SUMS_LINK if form.family in FAMILIES else SUMS_OWN
+    fixed = (_SUMS | sums).get(slot)
     if fixed is not None:
         return fixed
     _, _, Tq, Tk = form.shape
@@ -347,6 +395,25 @@ def _chunks(form: Form, dense: bool) -> int:
     return max(1, min(wanted, room, -(-Tk // 512)))
 
 
+def _units(form: Form, chunks: int, captured: int) -> tuple[int, int]:
+    """The number of chunks, and of units of work with sums of their own over the elements of captured tensors: each
+    batch entry and key/value head of each chunk, or, if these would take too much memory, each chunk."""
+    assert form.key is not None
+    heads = form.shape[0] * form.key.shape[1]
+    if chunks * heads * captured <= _CAPTURED_SUMS:
+        return chunks, chunks * heads
+    chunks = max(1, min(chunks, _CAPTURED_SUMS // captured))
+    return chunks, chunks
+
+
+def _in_order(parts: Tensor) -> Tensor:
+    """The sum over the first dimension, in a fixed order."""
+    total = parts[0]
+    for part in parts[1:]:
+        total += part
+    return total
+
+
 def _sweep(
     form: Form,
     fields: dict[str, Tensor],
@@ -366,7 +433,16 @@ def _sweep(
         record.tensor(f"grad_{name}", grad)
     if density_least:
         record.put("density_least", density_least)
+    assert form.key is not None
+    sums = [fields.get(f"captured.{n}") for n in range(len(form.captured))]
+    if form.function is not None and any(part is not None for part in sums):
+        units = next(len(part) for part in sums if part is not None)
+        record.put("function_gradient", function_address(form, form.function, "scatter"))
+        record.numbers("captured_g", [n for t in sums for n in ((0, 0) if t is None else (t.data_ptr(), t[0].numel()))])
+        record.put("captured_shared", units == chunks and form.shape[0] * form.key.shape[1] > 1)
     for field, tensor in fields.items():
+        if field.startswith("captured."):
+            continue
         if field.startswith("dense"):
             record.tensor(field, tensor)
         else:

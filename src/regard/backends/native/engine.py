@@ -6,7 +6,9 @@ csrc/engine/problem.h declares. The engine allocates no results: their memory is
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import os
 import struct
 import sys
 import warnings
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..._compat import constant_when_traced
+from ...compiled import pairs
 
 TYPES = {
     torch.float32: 0,
@@ -72,6 +75,27 @@ def missing() -> str | None:
     return reason if module is None else None
 
 
+@constant_when_traced
+def amx() -> bool:
+    """Whether the processor multiplies tiles of bfloat16 numbers. REGARD_AMX=1 or 0 overrides what it says."""
+    forced = os.environ.get("REGARD_AMX", "")
+    if forced not in ("", "0", "1"):
+        raise ValueError(f"REGARD_AMX: expected 0 or 1, got {forced}")
+    return forced == "1" if forced else _machine_has_amx()
+
+
+@cache
+def _machine_has_amx() -> bool:
+    module, _ = extension()
+    return module is not None and module.amx_bf16()
+
+
+@constant_when_traced
+def uncompiled(function: str) -> str | None:
+    """Why the function of a prior cannot be compiled, or None. Compiles it if this was not done before."""
+    return pairs.unavailable(function, extension()[0].isa())
+
+
 def warn_if_missing(query: Tensor) -> None:
     """Warn, once in a process, that attention on the CPU is slow because there is no engine. Not while it is traced."""
     global _warned
@@ -112,11 +136,22 @@ class Record:
 
     def __init__(self, *head: float) -> None:
         layout = _layout()
+        self.kept: list[Any] = []  # memory that the record points to
         self.fields, self.record = layout.fields, bytearray(layout.head.pack(*head) + layout.blank)
+
+    def keep(self, *objects: object) -> None:
+        """Keep what the record holds addresses of for as long as the record."""
+        self.kept += objects
 
     def put(self, name: str, *values: float) -> None:
         write, at = self.fields[name]
         write(self.record, at, *values)
+
+    def numbers(self, name: str, numbers: list[int]) -> None:
+        """Write the address of an array of integers, which the record keeps."""
+        array = struct.pack(f"={len(numbers)}q", *numbers)
+        self.kept.append(ctypes.create_string_buffer(array, len(array)))
+        self.put(name, ctypes.addressof(self.kept[-1]))
 
     def tensor(self, name: str, tensor: Tensor) -> None:
         """Write the address, type and strides of a tensor. It broadcasts where its size is 1."""

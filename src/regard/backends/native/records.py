@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 
 from ..._validate import Scalar
+from ...compiled import pairs
 from ...form import Form
-from .engine import SMALL, TYPES, UNBOUNDED, Record
+from .engine import SMALL, TYPES, UNBOUNDED, Record, extension
+from .links import link_of
 
-FAMILIES = {"kl": 0, "tsallis": 1, "fermi_dirac": 2}
+FAMILIES = {"kl": 0, "tsallis": 1, "fermi_dirac": 2}  # with kernels of their own
+COMPILED = 3
 MARGINALS = {"rows": 0, "sink": 1, "relax": 2, "free": 3}
 LOG_PRIORS = 4  # the number that a record holds
 _CENTRED = 1.25  # Tsallis orders below this are computed as a distance from KL, wherever a price must be found
@@ -55,7 +58,7 @@ def record_of(form: Form) -> Record:
         UNBOUNDED if form.left is None else form.left,
         UNBOUNDED if form.right is None else form.right,
         form.offset,
-        FAMILIES[form.family],
+        FAMILIES.get(form.family, COMPILED),
         MARGINALS[form.marginal],
         int(form.dropout_p * 2**32),
         form.scale,
@@ -78,6 +81,8 @@ def record_of(form: Form) -> Record:
             record.tensor(field, tensor)
     if isinstance(alpha, Tensor):
         record.tensor("alpha", alpha)
+    if form.family not in FAMILIES:
+        _put_link(record, form)
     if form.relative is not None:
         record.put("reach", form.relative.shape[3] // 2)
     if form.query_factor is not None:
@@ -89,4 +94,37 @@ def record_of(form: Form) -> Record:
         record.put("tiles", form.tiles.data_ptr())
     for n, prior in enumerate(form.log_priors):
         record.tensor(f"prior{n}", prior)
+    if form.function is not None:
+        _put_function(record, form, form.function)
     return record
+
+
+def _put_link(record: Record, form: Form) -> None:
+    """The compiled link of the problem's regulariser, with the tensors that it depends on."""
+    link = link_of(form)
+    for field, address in link.addresses(form.dtype).items():
+        record.put(field, address)
+    record.put("link_lower", link.lower)
+    record.put("link_upper", link.upper)
+    record.put("link_ceiling", link.ceiling)
+    record.put("link_full_support", link.full_support)
+    arguments = link.arguments(form)
+    record.put("link_parameters", len(arguments))
+    for n, tensor in enumerate(arguments):
+        record.tensor(f"link_parameter{n}", tensor)
+    record.keep(link, arguments)
+
+
+def _put_function(record: Record, form: Form, function: str) -> None:
+    """The compiled function of a prior, and the tensors that it reads (`Captured` in csrc/engine/functions.h)."""
+    record.put("function", function_address(form, function, "fill"))
+    numbers: list[int] = []
+    for tensor in form.captured:
+        none = [0] * (pairs.MOST_DIMENSIONS - tensor.dim())
+        numbers += [tensor.data_ptr(), *tensor.shape, *none, *tensor.stride(), *none]
+    record.numbers("captured", numbers or [0])
+
+
+def function_address(form: Form, function: str, name: str) -> int:
+    library = pairs.library(function, extension()[0].isa())
+    return library.address(f"{name}_{'f64' if form.dtype == torch.float64 else 'f32'}")

@@ -116,7 +116,7 @@ def _linear_gradients(solver: Backend, form: Form, slots: tuple[str, ...], rate:
     outputs = solver.forward(with_keys, ("out", "lse", *solver.saved(form, ("out",))))
     along = (rate[..., None] * form.scale / form.temperature) * form.query
     found = solver.backward(with_keys, slots, outputs, {"out": along})
-    priors = tuple(slot for slot in slots if slot in PRIOR_SLOTS or slot.startswith("log_priors"))
+    priors = tuple(slot for slot in slots if slot in PRIOR_SLOTS or slot.startswith(("log_priors", "captured")))
     if priors:
         bare = form.without_scores()
         of_prior = solver.forward(bare, ("lse", *solver.saved(bare, ("lse",))))

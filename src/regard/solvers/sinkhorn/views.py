@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import tiles
 from ...form import Form
 
 
@@ -28,13 +29,18 @@ def one_sided(form: Form, gamma: Tensor | None = None, live: Tensor | None = Non
 
 
 def transposed(form: Form) -> Form:
-    """The plan with queries and keys exchanged. No tensor is copied, except keys that several query heads share."""
+    """The plan with queries and keys exchanged. No tensor is copied, except keys that several query heads share and
+    maps of tiles."""
     query, key = form.query, form.key
     assert query is not None and key is not None
 
     def turned(t: Tensor | None) -> Tensor | None:
         return None if t is None else t.mT
 
+    assert form.selected is None  # lowering makes a map of tiles of it
+    tile_map, tile_words = form.tile_map, form.tiles
+    if tile_map is not None and tile_words is not None:
+        tile_map, tile_words = tiles.transposed(tile_map, tile_words)
     return dataclasses.replace(
         form,
         query=key if form.group == 1 else key.repeat_interleave(form.group, 1),
@@ -47,6 +53,8 @@ def transposed(form: Form) -> Form:
         query_factor=form.key_factor,
         key_factor=form.query_factor,
         density=turned(form.density),
+        tile_map=tile_map,
+        tiles=tile_words,
         query_ids=turned(form.key_ids),
         key_ids=turned(form.query_ids),
         left=form.right,
