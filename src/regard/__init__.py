@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # loaded when first used, so that `import regard` is quick; `
     from .estimation import Calibration, Estimate, Evidence, calibrate, estimate, evidence
     from .inspection import Inspection, Monitor, inspect, watch
 
-_MODULES = ("auditing", "estimation", "features", "geometry", "hf", "inspection", "nn", "testing")
+_MODULES = ("auditing", "estimation", "features", "geometry", "hf", "inspection", "lab", "nn", "testing")
 _LAZY = {
     **dict.fromkeys(("Audit", "audit"), ".auditing"),
     **dict.fromkeys(("Calibration", "Estimate", "Evidence", "calibrate", "estimate", "evidence"), ".estimation"),

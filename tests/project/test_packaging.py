@@ -35,6 +35,12 @@ def test_import_loads_no_heavy_packages():
     assert foreign == set()  # only the command `regard` imports typer and rich
 
 
+def test_packages_load_when_first_used():
+    code = "import regard; print(*(getattr(regard, name).__name__ for name in {names}))"
+    names = ("auditing", "estimation", "features", "geometry", "hf", "inspection", "lab", "nn", "testing")
+    assert fresh(code.format(names=names)).split() == [f"regard.{name}" for name in names]
+
+
 def test_public_names_exist_once():
     assert len(set(regard.__all__)) == len(regard.__all__)
     assert all(hasattr(regard, name) for name in regard.__all__)
