@@ -24,7 +24,7 @@ testing = REGARD_ENGINE=$$(ls $(CURDIR)/build/$(1)/_native*.so)
 # $(call under,name): the same with its sanitizer
 under = OMP_NUM_THREADS=2 $(call testing,$(1)) \
   LD_PRELOAD="$$($(CXX) -print-file-name=lib$(if $(filter address,$(1)),a,t)san.so) $$($(CXX) -print-file-name=libstdc++.so)"
-KERNELS := $(PY) -m pytest -q -x --capture=no -p no:cacheprovider tests/backends/test_native.py tests/backends/test_features_native.py
+KERNELS := $(PY) -m pytest -q -x --capture=no -p no:cacheprovider tests/backends/test_native*.py tests/backends/test_features_native.py
 
 .PHONY: help demo tour test grid converge fuzz test-gpu-kernels sanitize coverage clang bench bench-full bench-models lint format docs lock clean
 .DELETE_ON_ERROR:
@@ -74,7 +74,7 @@ coverage: .venv/linters  ## which lines the tests run, in this process and the w
 clang: .venv/tests  ## the native engine built with clang (CLANG=path), and the kernels' tests
 	@$(call engine,clang,-DCMAKE_CXX_COMPILER=$(CLANG))
 	OMP_NUM_THREADS=1 $(call testing,clang) $(PY) -m pytest -q -n $(JOBS) --dist worksteal \
-	  tests/backends/test_native.py tests/backends/test_features_native.py tests/backends/test_reading.py tests/core/test_invalid.py
+	  tests/backends/test_native*.py tests/backends/test_features_native.py tests/backends/test_reading.py tests/core/test_invalid.py
 
 bench: .venv/peers  ## the quick benchmarks, a few minutes; each checks its results before it times them
 	@$(PY) benchmarks/run.py

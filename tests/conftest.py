@@ -55,6 +55,14 @@ def _seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def fresh_compiler():
+    """Forget what torch.compile has compiled, before the test and after it."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(params=ISAS)
 def isa(request):
     """Run the test on each instruction set of this machine. With "each", the test itself loops over them."""

@@ -9,7 +9,7 @@ import torch
 
 import regard
 from regard import KL, AuxRequest, Bias, Causal, FermiDirac, Free, Rows, Transport, Tsallis
-from support.cases import assert_close, stock_attention
+from support.tolerance import assert_close, stock_attention
 
 B, H, Tq, Tk, D = 2, 4, 6, 8, 8
 

@@ -26,7 +26,7 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper
 import regard
 from regard import acceleration
 from regard.backends.native import engine
-from support.cases import ALLOWED, pytorch_loss, stock_attention
+from support.tolerance import ALLOWED, pytorch_loss, stock_attention
 
 WHOLE = os.environ.get("REGARD_GRID") == "all"
 SAMPLE = 40  # points for each mask and dtype

@@ -5,8 +5,9 @@ import torch
 
 import regard
 from regard import AuxRequest
-from support.cases import assert_close, build, by_backend, by_case, run, skip_unless_served, substitute
+from support.cases import build, by_backend, by_case, run, skip_unless_served, substitute
 from support.reference import truth
+from support.tolerance import assert_close
 
 by_dtype = pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=lambda d: str(d).removeprefix("torch.")

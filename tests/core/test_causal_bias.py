@@ -14,7 +14,7 @@ import regard
 from regard import ALiBi, AuxRequest, Causal, Transport, Tsallis
 from regard.backends import BACKENDS
 from regard.backends.native import engine
-from support.cases import assert_close, stock_attention
+from support.tolerance import assert_close, stock_attention
 
 LENGTHS = [(23, 23), (7, 19), (19, 7), (1, 9)]
 ALIGNMENT = {"causal_upper_left": "top_left", "causal_lower_right": "bottom_right"}

@@ -10,8 +10,9 @@ import torch
 
 import regard
 from regard import AuxRequest, Causal, Documents, FermiDirac, Free, Rows, Transport, Tsallis, Window
-from support.cases import by_backend, skip_unless_served, stock_attention
+from support.cases import by_backend, skip_unless_served
 from support.memory import PEAK, reads_peak
+from support.tolerance import stock_attention
 
 PROBLEMS = {
     "softmax": Transport(),

@@ -28,7 +28,7 @@ from regard import (
 from regard.backends import BACKENDS
 from regard.backends.native import backend as native_backend
 from support import functions
-from support.cases import assert_close
+from support.tolerance import assert_close
 
 pytestmark = pytest.mark.each_isa
 by_backend = pytest.mark.parametrize("backend", ["torch", "native"])

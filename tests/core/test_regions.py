@@ -26,8 +26,8 @@ from regard import (
     tiles,
 )
 from regard.lowering import lower
-from support.cases import assert_close, stock_attention
 from support.reference import log_prior_matrix
+from support.tolerance import assert_close, stock_attention
 
 pytestmark = pytest.mark.each_isa
 by_engine = pytest.mark.parametrize("backend", ["native", "torch"])

@@ -9,8 +9,9 @@ import torch
 
 import regard
 from regard import AuxRequest, Causal, FermiDirac, Free, MatchKL, Rows, RowsAndColumns, Transport
-from support.cases import CASES, assert_close, build, by_backend, skip_unless_served
+from support.cases import CASES, build, by_backend, skip_unless_served
 from support.reference import scores_of, truth
+from support.tolerance import assert_close
 
 double = torch.float64
 SCORES = ("cosine", "euclidean")

@@ -8,8 +8,9 @@ import torch
 import regard
 from regard import KL, AuxRequest, Free, Rows, Transport, Tsallis
 from regard.statistics import ROW_STATISTICS
-from support.cases import CASES, assert_close, build, by_backend, by_case, run, skip_unless_served
+from support.cases import CASES, build, by_backend, by_case, run, skip_unless_served
 from support.reference import f_and_link, truth
+from support.tolerance import assert_close
 
 
 def expected_statistics(built) -> dict[str, torch.Tensor]:

@@ -11,7 +11,8 @@ import regard
 from regard.backends import BACKENDS, reference, row_equation
 from regard.solvers import rows
 from regard.statistics import ROW_STATISTICS, STATISTICS
-from support.cases import CASES, assert_close, build
+from support.cases import CASES, build
+from support.tolerance import assert_close
 
 ENTMAX = next(c for c in CASES if c.name == "entmax 1.5")
 SOFTMAX = next(c for c in CASES if c.name == "bias per key")

@@ -31,7 +31,7 @@ from regard import (
 from regard.backends import BACKENDS
 from regard.backends.triton import launch
 from regard.statistics import ROW_STATISTICS
-from support.cases import pytorch_loss
+from support.tolerance import pytorch_loss
 
 if not launch.interpreting():
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)

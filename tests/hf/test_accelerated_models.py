@@ -8,8 +8,8 @@ import regard
 from regard import acceleration
 from regard.acceleration import calls
 from regard.backends.native import engine
-from support.cases import assert_as_good, pytorch_loss
 from support.operators import groups_heads
+from support.tolerance import assert_as_good, pytorch_loss
 
 pytestmark = pytest.mark.skipif(engine.extension()[0] is None, reason="the native engine is not built")
 for dtype in (torch.float32, torch.bfloat16):

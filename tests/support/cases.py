@@ -1,15 +1,12 @@
-"""One table of cases for the tests of every backend, and one rule for the tolerance of each result."""
+"""One table of cases for the tests of every backend."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -26,7 +23,6 @@ from regard import (
     FDivergence,
     FermiDirac,
     Free,
-    LowRank,
     Prefix,
     Relative,
     Rows,
@@ -41,61 +37,7 @@ from regard.lowering import lower
 from regard.priors import Prior
 
 from .divergences import divergence
-
-stock_attention = F.scaled_dot_product_attention
-
-
-@dataclass
-class Maker:
-    """Makes the tensors of a case: drawn in float64, rounded to the dtype under test, listed if they need a
-    gradient."""
-
-    case: Case
-    dtype: torch.dtype
-    generator: torch.Generator
-    leaves: dict[str, Tensor] = field(default_factory=dict)
-
-    def normal(self, name: str, *shape: int, scale: float = 1.0) -> Tensor:
-        return self._leaf(name, torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale)
-
-    def uniform(self, name: str, low: float, high: float, *shape: int) -> Tensor:
-        return self._leaf(name, torch.rand(shape, generator=self.generator, dtype=torch.float64) * (high - low) + low)
-
-    def mask(self, *shape: int) -> Tensor:
-        return torch.rand(shape, generator=self.generator) < 0.7
-
-    def index(self, below: int, *shape: int) -> Tensor:
-        return torch.randint(-1, below, shape, generator=self.generator)
-
-    def factors(self, query_shape: tuple[int, ...], key_shape: tuple[int, ...], name: str = "factor") -> LowRank:
-        return LowRank(
-            self.normal(f"query {name}", *query_shape, scale=0.5), self.normal(f"key {name}", *key_shape, scale=0.5)
-        )
-
-    def silent(self, *shape: int) -> Density:
-        """Densities of 0 and 1, which need no gradient: finite differences cannot step below 0."""
-        return Density(self.mask(*shape).to(self.dtype))
-
-    def _leaf(self, name: str, tensor: Tensor) -> Tensor:
-        self.leaves[name] = tensor.to(self.dtype).requires_grad_()
-        return self.leaves[name]
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    problem: Callable[[Maker], Transport] | None = None
-    arguments: Callable[[Maker], dict] = lambda make: {}
-    B: int = 2
-    H: int = 4
-    Hkv: int = 4
-    Tq: int = 7
-    Tk: int = 7
-    D: int = 8
-    Dv: int = 8
-    strided: bool = False
-    # How much more than softmax the plan amplifies a relative error of the scores (steep links do).
-    sensitivity: float = 1.0
+from .maker import Case, Maker
 
 
 def custom() -> FDivergence:
@@ -524,6 +466,15 @@ CASES = [
     *STRUCTURED,
 ]
 
+# Cases that together use every part of a problem, for tests that are too slow for all of them.
+SOME_NAMES = [
+    "all priors",
+    "sink per head",
+    "entmax, every parameter",
+    "soft top-m",
+    "sigmoid, learned",
+    "relaxed rows, learned",
+]
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 # The kernels for GPUs take part if Triton interprets them (`make test-gpu-kernels`).
 by_backend = pytest.mark.parametrize("backend", [n for n in BACKENDS if n != "triton" or launch.interpreting()])
@@ -566,57 +517,6 @@ def skip_unless_served(backend: str, built: Built, names: tuple[str, ...] = ()) 
 
 def run(built: Built, backend: str, **more):
     return regard.attention(built.query, built.key, built.value, **built.arguments, backend=backend, **more)
-
-
-# --- tolerance ------------------------------------------------------------------------------------------------------
-
-ALLOWED = 2.0  # times the error of plain PyTorch at the dtype
-
-
-@functools.cache
-def pytorch_loss(dtype: torch.dtype) -> float:
-    """Relative error of PyTorch's own attention at this dtype against float64: the largest over output and gradients of
-    a few draws."""
-    worst = 0.0
-    for seed in range(3):
-        generator = torch.Generator().manual_seed(seed)
-        inputs = [torch.randn(2, 4, 16, 8, generator=generator, dtype=torch.float64).to(dtype) for _ in range(4)]
-        results = []
-        for cast in (dtype, torch.float64):
-            q, k, v, g = (t.to(cast) for t in inputs)
-            leaves = [t.requires_grad_() for t in (q, k, v)]
-            out = stock_attention(*leaves)
-            results.append([out.detach(), *torch.autograd.grad(out, leaves, g)])
-        for mine, exact in zip(*results, strict=True):
-            worst = max(worst, float((mine.double() - exact).abs().max() / exact.abs().max()))
-    return worst
-
-
-def assert_close(got: Tensor, expected: Tensor, dtype: torch.dtype, sensitivity: float = 1.0, what: str = "") -> None:
-    """Assert that the error is at most ALLOWED times that of PyTorch, relative to the largest expected entry.
-    Infinities must agree."""
-    got, expected = got.detach().double(), expected.detach().double()
-    assert got.shape == expected.shape, f"{what}: shape {list(got.shape)}, expected {list(expected.shape)}"
-    infinite = expected.isinf()
-    assert torch.equal(got[infinite], expected[infinite]), f"{what}: infinities differ"
-    got, expected = got[~infinite], expected[~infinite]
-    if expected.numel() == 0:
-        return
-    assert got.isfinite().all(), f"{what}: {int((~got.isfinite()).sum())} values are not finite"
-    unit = max(pytorch_loss(dtype), torch.finfo(dtype).eps) if dtype != torch.float64 else 1e-11
-    allowed = sensitivity * ALLOWED * unit * max(1.0, float(expected.abs().max()))
-    error = float((got - expected).abs().max())
-    assert error <= allowed, f"{what}: error {error:.3e}, allowed {allowed:.3e}"
-
-
-def assert_as_good(what: str, got: Tensor, stock: Tensor, exact: Tensor) -> None:
-    """Assert that the error is at most ALLOWED times that of PyTorch for the same numbers, or for one attention."""
-    assert (got.shape, got.dtype) == (stock.shape, stock.dtype), what
-    dtype, exact = got.dtype, exact.detach().double()
-    error, lost = (float((t.detach().double() - exact).abs().max()) for t in (got, stock))
-    unit = max(pytorch_loss(dtype), torch.finfo(dtype).eps) if dtype != torch.float64 else 1e-11
-    allowed = ALLOWED * (lost + unit * float(exact.abs().max()))
-    assert error <= allowed, f"{what}: error {error:.3e}, allowed {allowed:.3e}"  # also fails for NaN
 
 
 def substitute(built, old, new):

@@ -11,9 +11,10 @@ import torch
 import regard
 from regard import ALiBi, AuxRequest, Bias, Causal, FermiDirac, Free, Rows, Transport, Tsallis
 from regard.estimation import student_quantile
-from support.cases import assert_close, build, by_case, skip_unless_served
+from support.cases import build, by_case, skip_unless_served
 from support.memory import PEAK, reads_peak
 from support.reference import truth
+from support.tolerance import assert_close
 
 double = torch.float64
 by_engine = pytest.mark.parametrize("backend", ["native", "torch"])

@@ -8,8 +8,9 @@ import torch
 
 import regard
 from regard import Transport, Tsallis
-from support.cases import assert_close, build, by_backend, by_case, skip_unless_served
+from support.cases import build, by_backend, by_case, skip_unless_served
 from support.reference import truth
+from support.tolerance import assert_close
 
 double = torch.float64
 
