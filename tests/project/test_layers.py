@@ -41,7 +41,8 @@ LAYERS = (
     ("hf",),
     ("inspection",),
     ("",),  # regard/__init__.py: the public names
-    ("doctor", "speed"),
+    ("device_cases",),
+    ("doctor", "speed", "device_check"),
     ("lab",),
     ("cli",),
     ("__main__",),

@@ -1,6 +1,8 @@
-"""Random problems on the native engine against the definition in float64: `make fuzz`, or
+"""Random problems on a backend (the native engine) against the definition in float64: `make fuzz`, or
 
-    python tests/support/fuzz.py [--minutes 5] [--seed 17 [--seed 18 ...]]
+    python tests/support/fuzz.py [--minutes 5] [--seed 17 [--seed 18 ...]] [--backend triton]
+
+With --backend triton the kernels are interpreted, unless PyTorch has a GPU.
 
 The seed of a problem determines everything: regulariser, shapes (empty, one, odd), strides (transposed, cut,
 expanded), how far the scores are spread, priors (products and unions), marginals, temperatures, dtypes, scores,
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import random
 import sys
 import time
@@ -482,20 +485,28 @@ def error(found: Tensor, truth: Tensor, share: float = 1.0) -> float:
     return float(ordered[max(0, math.ceil(share * ordered.numel()) - 1)])
 
 
-def served(problem: Problem) -> bool:
-    choice = regard.select_backend(*(problem.leaves[n] for n in "qkv"), **problem.call(problem.leaves))
-    return "native" not in choice.reasons
+def served(problem: Problem, backend: str = "native") -> bool:
+    try:
+        regard.select_backend(
+            *(problem.leaves[n] for n in "qkv"),
+            **problem.call(problem.leaves),
+            return_aux=AuxRequest(**dict.fromkeys(problem.statistics, True)),
+            backend=backend,
+        )
+    except NotImplementedError:
+        return False
+    return True
 
 
-def check(seed: int) -> str | None:
+def check(seed: int, backend: str = "native") -> str | None:
     """None, or a description of the error. The tolerance is a multiple of the reference backend's error in the same
     dtype."""
     problem = Problem(seed)
     try:
-        if not served(problem):
+        if not served(problem, backend):
             return None  # the backend declines it
         faint = problem.faint()
-        found = problem.run("native", None, faint)
+        found = problem.run(backend, None, faint)
         truth = problem.run("torch", torch.float64, faint)
         plain = problem.run("torch", None, faint)
     except Exception as raised:
@@ -547,17 +558,21 @@ def check(seed: int) -> str | None:
     return None
 
 
-def report(seed: int, wrong: str) -> str:
-    return f"{wrong}\n  {Problem(seed).describe()}\n  again: python tests/support/fuzz.py --seed {seed}"
+def report(seed: int, wrong: str, backend: str = "native") -> str:
+    again = f"python tests/support/fuzz.py --backend {backend} --seed {seed}"
+    return f"{wrong}\n  {Problem(seed).describe()}\n  again: {again}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--seed", type=int, action="append", help="only these")
+    parser.add_argument("--backend", default="native", help="native or triton")
     options = parser.parse_args()
+    if options.backend == "triton" and not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     first = random.SystemRandom().randrange(2**31)
-    end, tried, failed = time.monotonic() + 60 * options.minutes, 0, 0
+    end, tried, declined, failed = time.monotonic() + 60 * options.minutes, 0, 0, 0
     if not options.seed:
         print(f"seeds from {first} for {options.minutes:g} minutes", flush=True)
     seeds = iter(options.seed) if options.seed else iter(range(first, first + 2**31))
@@ -565,13 +580,16 @@ def main() -> int:
         for seed in seeds:
             if not options.seed and time.monotonic() > end:
                 break
+            if not served(Problem(seed), options.backend):
+                declined += 1
+                continue
             tried += 1
-            if wrong := check(seed):
+            if wrong := check(seed, options.backend):
                 failed += 1
-                print(f"FAILED: {report(seed, wrong)}", flush=True)
+                print(f"FAILED: {report(seed, wrong, options.backend)}", flush=True)
     except KeyboardInterrupt:
         pass
-    print(f"{tried} problems, {failed} failures")
+    print(f"{tried} problems, {failed} failures ({declined} more that the backend declines)")
     return int(failed > 0)
 
 

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich import progress
 from rich.console import Console
-from rich.table import Column
 from rich.text import Text
 
 from .. import hf
 from ..auditing import Audit
 from ..auditing import audit as audit_function
 from ..expressions import read_problem
-from .terminal import check_outputs, fail, write_outputs
+from .terminal import check_outputs, existing_device, fail, progress_bar, write_outputs
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -63,18 +60,14 @@ def audit(
     check_outputs({"--json": as_json})
     if dtype is not None and dtype not in DTYPES:
         fail(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    try:
-        place = torch.device(device)
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError) as error:
-        fail(f"--device: expected a device that is there, got {device!r}: {str(error).splitlines()[0]}")
+    place = existing_device(device)
     is_function = ":" in target and not Path(target).exists()
     wrong = ("--implementation", implementation) if is_function else ("--problem", problem)
     if wrong[1]:
         kind = "a model" if is_function else "a function, package.module:function,"
         fail(f"{wrong[0]}: expected {kind} for this option, got {target!r}")
     try:
-        with _bar() as report:
+        with progress_bar("audit") as report:
             if is_function:
                 found = audit_function(
                     _imported(target),
@@ -148,21 +141,3 @@ def _of_model(
     return hf.audit(
         model.to(device), tuple(implementations or ("sdpa", "eager")), seed=seed, allow=allow, progress=report
     )
-
-
-@contextlib.contextmanager
-def _bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on stderr, if that is a terminal. It disappears at the end."""
-    errors = Console(stderr=True)
-    columns = (
-        progress.TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
-        progress.BarColumn(bar_width=20),
-        progress.TaskProgressColumn(),
-    )
-    with progress.Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
-        task = bar.add_task("audit", total=None)
-
-        def report(what: str, number: int, total: int) -> None:
-            bar.update(task, description=what, completed=number, total=total)
-
-        yield report

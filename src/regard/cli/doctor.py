@@ -11,17 +11,26 @@ from rich.table import Table
 from rich.text import Text
 
 from ..doctor import SettingError, clear_cache, examine
+from .device import check_device
 from .terminal import fail, plain_table
 
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
     clear: Annotated[bool, typer.Option("--clear-cache", help="Delete the compiled functions, and exit.")] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Check the kernels on a device instead: cuda, cuda:N, rocm or cpu. Takes minutes on a GPU."),
+    ] = None,
 ) -> None:
     """Check this installation: versions, processor, threads, the backends for some problems, and a self-test.
 
+    With --device: compare every kind of problem with float64 on that device, twice for the same bits, then time it
+    beside PyTorch. The result is written to a file, and backend="auto" uses the kernels of a GPU only after that.
     Exits with status 1 if something is broken.
     """
+    if device is not None:
+        check_device(device, as_json)
     if clear:
         try:
             print(f"Deleted {clear_cache()} compiled functions.")

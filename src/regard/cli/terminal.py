@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import typer
-from rich import box
+from rich import box, progress
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from .._files import check_writable, write
@@ -45,6 +46,36 @@ def fail(message: object) -> NoReturn:
 def show_error(message: object) -> None:
     """Print an error as one line."""
     Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(message)), soft_wrap=True)
+
+
+def existing_device(name: str) -> torch.device:
+    """The device of the option --device. Exits with an error if it is not there."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        fail(f"--device: expected a device that is there, got {name!r}: {str(error).splitlines()[0]}")
+    return device
+
+
+@contextlib.contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar on stderr, if that is a terminal. It disappears at the end.
+
+    The function that it gives takes what is being done, how many steps are done, and how many there are."""
+    errors = Console(stderr=True)
+    columns = (
+        progress.TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+        progress.BarColumn(bar_width=20),
+        progress.TaskProgressColumn(),
+    )
+    with progress.Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task = bar.add_task(title, total=None)
+
+        def report(what: str, number: int, total: int) -> None:
+            bar.update(task, description=what, completed=number, total=total)
+
+        yield report
 
 
 class _Stream:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...form import Form
 from ..base import READOUT, Backend
 from ..row_gradient import PARAMETERS, RowGradient
-from . import launch
+from . import device_record, launch
 from .gradients import from_pairs, row_terms
 from .statistics import KL_GROUPS, LINK_GROUPS, STATISTICS, LinkRows, add_spread, centred_squares, statistics_kl
 
@@ -59,9 +59,13 @@ class Triton(Backend):
         return None
 
     def unwise(self, form: Form, names: tuple[str, ...]) -> str | None:
-        if os.environ.get("REGARD_TRITON") != "1":
-            return 'has never run on a GPU where it was checked (REGARD_TRITON=1 lets "auto" use it)'
-        return None
+        assert form.query is not None
+        if os.environ.get("REGARD_TRITON") == "1":
+            return None
+        if not form.query.is_cuda:
+            return 'interprets its kernels here, which is slow (REGARD_TRITON=1 lets "auto" use it)'
+        reason = device_record.not_checked(form.query.device)
+        return None if reason is None else f'{reason}; REGARD_TRITON=1 lets "auto" use it without'
 
     def saved(self, form: Form, names: tuple[str, ...]) -> tuple[str, ...]:
         """The price, from which backward computes the plan again, and the terms of the baseline."""
