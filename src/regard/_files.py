@@ -66,6 +66,8 @@ def write(path: str | os.PathLike[str], content: str | bytes) -> None:
 def check_writable(path: str | os.PathLike[str]) -> None:
     """Raise an OSError if `write` would fail now: no such folder, no permission, no space. Nothing is left behind."""
     with _named(path):
+        if Path(path).is_fifo():  # opened only to write: its reader takes the first end for the end of the file
+            return
         part = _beside(path)
         if part is None or Path(path).exists():  # a file that may not be written is not replaced either
             with Path(path).open("ab", buffering=0) as file:

@@ -58,6 +58,18 @@ def test_a_pipe_is_written_itself(tmp_path):
     assert found == [b"through"] and stat.S_ISFIFO(pipe.stat().st_mode)
 
 
+def test_the_check_of_a_pipe_opens_nothing(tmp_path):
+    """Opened only to be checked, the pipe would end for its reader; without a reader, opening waits."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    check = threading.Thread(target=check_writable, args=(pipe,), daemon=True)
+    check.start()
+    check.join(timeout=3)
+    waits = check.is_alive()
+    os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))  # ends the thread if it waits
+    assert not waits
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
 def test_devices_are_written_themselves():
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):

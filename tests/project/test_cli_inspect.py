@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -132,9 +134,10 @@ def test_inspect_explains_invalid_requests(run, checkpoint, tmp_path):
         ((folder, "--tokens", tokens, "--out", str(tmp_path)), "--out: expected a file, got the folder"),
         ((folder, "--tokens", str(high)), "expected 0 to 63"),
         ((folder, "--tokens", tokens, "--compare", "nosuch.json"), "--compare: expected a text file that can be read"),
-        ((folder, "--tokens", tokens, "--compare", "/no/such/model"), "nothing is at '/no/such/model'"),
+        ((folder, "--tokens", tokens, "--compare", "/no/such/model"), "--compare: nothing is at '/no/such/model'"),
         ((folder,), "no tokenizer"),
         ((folder, "--tokens", str(words)), f"--tokens: expected integers of at most 18 digits, got 'three' in {words}"),
+        ((folder, "--tokens", "30k"), "use --max-tokens 30000 (in all) or --length 30000 (in one sequence)"),
         ((folder, "--tokens", "30000"), "use --max-tokens 30000 (in all) or --length 30000 (in one sequence)"),
         (
             (folder, "--text", "30,000"),
@@ -151,6 +154,47 @@ def test_inspect_explains_invalid_requests(run, checkpoint, tmp_path):
         result = run("inspect", *arguments, width=400)
         assert result.exit_code == 2, (arguments, result.output)
         assert message in result.output and "Traceback" not in result.output, result.output
+
+
+def test_an_output_never_replaces_what_is_read(run, checkpoint, tmp_path):
+    folder, tokens = checkpoint
+    ids, link, numbers = tmp_path / "ids.txt", tmp_path / "link", tmp_path / "numbers.json"
+    shutil.copy(tokens, ids)
+    link.symlink_to(ids)
+    assert run("inspect", folder, "--tokens", str(ids), "--json", str(numbers)).exit_code == 0
+    for arguments, message in (
+        (("inspect", folder, "--tokens", str(ids), "--out", str(ids)), "another file than that of --tokens"),
+        (("inspect", folder, "--text", str(ids), "--json", str(link)), "another file than that of --text"),
+        (("inspect", folder, "--tokens", str(ids), "--compare", str(numbers), "--out", str(numbers)), "of --compare"),
+        (("inspect", str(ids), "--out", str(ids)), "another file than that of model"),
+        (("report", str(numbers), "--out", str(numbers)), "--out: expected another file than that of RUN"),
+    ):
+        before = ids.read_bytes(), numbers.read_bytes()
+        result = run(*arguments, width=400)
+        assert result.exit_code == 2 and message in result.output, (arguments, result.output)
+        assert (ids.read_bytes(), numbers.read_bytes()) == before
+
+
+def test_a_pipe_receives_the_numbers(checkpoint, tmp_path):
+    """As in `--json >(jq .)`: the check of the outputs must not end what the pipe's reader reads."""
+    folder, tokens = checkpoint
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    command = [sys.executable, "-m", "regard", "inspect", folder, "--tokens", tokens, "--json", str(pipe)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        received = subprocess.run(["cat", str(pipe)], capture_output=True, text=True, check=True, timeout=120).stdout
+        if not received:
+            process.kill()
+    assert json.loads(received)["format"] == "regard-inspection" and process.returncode == 0
+
+
+def test_the_name_of_a_model_stays_whole(run, checkpoint, tmp_path):
+    folder, tokens = checkpoint
+    deep = tmp_path / ("a-long-name-" * 8)
+    shutil.copytree(folder, deep)
+    lines = run("inspect", str(deep), "--tokens", tokens, width=80).output.splitlines()
+    place = lines.index(str(deep))
+    assert lines[place + 1].startswith("2 layers, ")
 
 
 def test_inspect_names_the_option_that_helps(run, checkpoint, tmp_path):

@@ -57,7 +57,7 @@ def audit(
     Exits with status 1 if it failed, and with 2 if it could not run.
     """
     console = Console()
-    check_outputs({"--json": as_json})
+    check_outputs({"--json": as_json}, {"target": target})
     if dtype is not None and dtype not in DTYPES:
         fail(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     place = existing_device(device)

@@ -91,10 +91,11 @@ def inspect(
             "trust_remote_code": trust_remote_code and not no_trust_remote_code,
             "thresholds": limits(threshold or []),
         }
-        check_outputs({"--out": out, "--json": as_json, "--run": run})
+        inputs = {"model": model, "--text": text, "--tokens": tokens, "--compare": compare}
+        check_outputs({"--out": out, "--json": as_json, "--run": run}, inputs)
         check_run(run)
         other = read_record(Path(compare), "--compare") if compare is not None and compare.endswith(".json") else None
-        check_models([model] if compare is None or other is not None else [model, compare])
+        check_models({"model": model} | ({} if compare is None or other is not None else {"--compare": compare}))
         record = examine(model, run=run, problem=problem, say=say, **arguments)
         if compare is not None and other is None:
             other = examine(compare, run=None, say=say, **arguments)
@@ -125,14 +126,13 @@ def show_inspection(record: dict[str, Any], console: Console) -> None:
     """The model, the verdict, a table with one row per rule that has findings, and what to do about
     alarms and warnings."""
     about, findings = record["provenance"], [Finding(**found) for found in record["findings"]]
-    console.print(
-        Text.assemble(
-            (about["model"], "bold"),
-            f"  {count_of(about['layers'], 'layer')}, {count_of(len(record['heads']), 'head')}, "
-            f"{in_units(about['parameters'])} parameters, "
-            f"{about.get('tokens', 0):,} tokens of {about.get('text', 'text')} in {about['seconds']:.1f} s",
-        )
+    numbers = (
+        f"{count_of(about['layers'], 'layer')}, {count_of(len(record['heads']), 'head')}, "
+        f"{in_units(about['parameters'])} parameters, "
+        f"{about.get('tokens', 0):,} tokens of {about.get('text', 'text')} in {about['seconds']:.1f} s"
     )
+    apart = "  " if len(about["model"]) + 2 + len(numbers) <= console.width else "\n"  # a path stays whole
+    console.print(Text.assemble((about["model"], "bold"), apart, numbers), soft_wrap=True)
     console.print(Text(verdict(record, findings), style="bold"))
     console.print()
     table = plain_table()

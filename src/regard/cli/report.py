@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..inspection.command import Refused, read_any
+from ..inspection.journal import located
 from ..inspection.report import to_html, training_html, training_verdict
 from .inspect import COLOURS, show_inspection
 from .terminal import OURS, check_outputs, fail, plain_table, show_remedies, write_outputs
@@ -34,7 +35,7 @@ def report(
     """Show how the attention of a model changed during training (layers over steps, and events), or a saved
     inspection."""
     console = Console()
-    check_outputs({"--out": out})
+    check_outputs({"--out": out}, {"RUN": located(run)})
     try:
         kind, record = read_any(run)
     except Refused as refusal:

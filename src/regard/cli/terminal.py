@@ -146,9 +146,12 @@ def plain_warnings() -> Iterator[None]:
         warnings.formatwarning = usual
 
 
-def check_outputs(paths: Mapping[str, Path | None]) -> None:
-    """Exit with an error if a file cannot be written to one of these paths, by option, before anything is computed."""
-    taken: dict[Path, str] = {}
+def check_outputs(paths: Mapping[str, Path | None], inputs: Mapping[str, Path | str | None] | None = None) -> None:
+    """Exit with an error if a file cannot be written to one of these paths, by option, before anything is computed.
+
+    `inputs`: the files that the command reads, by option. None of them is replaced.
+    """
+    taken = {Path(path).resolve(): option for option, path in (inputs or {}).items() if path and os.path.isfile(path)}
     for option, path in paths.items():
         if path is None:
             continue

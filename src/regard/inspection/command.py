@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
@@ -24,6 +24,7 @@ from .result import Inspection
 from .rules import SEVERITIES
 from .run import inspect
 
+_NUMBER = re.compile(r"([0-9][0-9,_]*)(k?)", re.IGNORECASE)  # of tokens, as somebody writes it: 30000, 30,000, 30k
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")  # 18 digits fit into 64 bits
 
 
@@ -63,13 +64,13 @@ def read_source(text: Path | None, tokens: Path | None) -> Source:
     return Source(text.name, content)
 
 
-def check_models(names: list[str]) -> None:
-    """Raise if one of these models cannot be found. None is loaded."""
-    for name in names:
+def check_models(names: Mapping[str, str]) -> None:
+    """Raise if one of these models, by argument, cannot be found. None is loaded."""
+    for argument, name in names.items():
         try:
             hf.locate(name)
         except (ImportError, ValueError) as error:
-            raise Refused(str(error)) from None
+            raise Refused(f"{argument}: {str(error).removeprefix('model: ')}") from None
 
 
 def check_run(run: Path | None) -> None:
@@ -173,9 +174,10 @@ def _arguments(model: Any, pieces: list[Tensor]) -> list[dict[str, Tensor]]:
 
 
 def _content(path: Path, option: str) -> str:
-    number = str(path).replace(",", "").replace("_", "")
-    if number.isdecimal() and not path.exists():
-        hint = f"use --max-tokens {number} (in all) or --length {number} (in one sequence)"
+    number = _NUMBER.fullmatch(str(path))
+    if number and not path.exists():
+        wanted = int(number[1].replace(",", "").replace("_", "")) * (1000 if number[2] else 1)
+        hint = f"use --max-tokens {wanted} (in all) or --length {wanted} (in one sequence)"
         raise Refused(f"{option}: expected a file, got {path}. To read this many tokens, {hint}")
     try:
         return path.read_text("utf-8")
