@@ -31,7 +31,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 __all__ = [
+    "CPU_ATTENTION",
+    "CPU_ATTENTION_BACKWARD",
     "PLAIN_TENSOR_TYPES",
+    "READ_A_NUMBER",
+    "TO_COPY",
     "DispatchMode",
     "Override",
     "add_legacy_batch",
@@ -59,13 +63,21 @@ __all__ = [
     "tree_flatten",
     "tree_map",
     "tree_unflatten",
+    "uncompiled",
     "unwrap_dead_wrappers",
     "unwrap_if_dead",
+    "version_of",
+    "without_memory",
     "writes_to_arguments",
 ]
 
 # Tensors whose memory holds their values, and the types that PyTorch's own tracing puts in their place.
 PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+
+# Names of operators: PyTorch's fast attention on the CPU and its gradient; `tensor.to`; `tensor.item`.
+CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+CPU_ATTENTION_BACKWARD = f"{CPU_ATTENTION}_backward"
+TO_COPY, READ_A_NUMBER = "_to_copy", "_local_scalar_dense"
 
 _NO_DISPATCH = Tensor.__torch_dispatch__  # type: ignore[reportAttributeAccessIssue]
 
@@ -73,6 +85,21 @@ _NO_DISPATCH = Tensor.__torch_dispatch__  # type: ignore[reportAttributeAccessIs
 def has_torch_dispatch(kind: type) -> bool:
     """Whether a subclass of Tensor implements PyTorch's operations itself."""
     return kind.__torch_dispatch__ is not _NO_DISPATCH  # type: ignore[reportAttributeAccessIssue]
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place."""
+    return tensor._version
+
+
+def without_memory(kind: type, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of a subclass that implements PyTorch's operations itself and stores no values."""
+    return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+
+
+def uncompiled(model: Any) -> Any:
+    """The model inside of `torch.compile(model)`, and None for one that is not compiled."""
+    return getattr(model, "_orig_mod", None)
 
 
 # --- which transforms are active --------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._compat import CPU_ATTENTION as FORWARD
+from ._compat import CPU_ATTENTION_BACKWARD as BACKWARD
 from ._compat import Override, offer_flash_attention
 from ._validate import compute_dtype
 from .backends import BACKENDS
@@ -28,9 +30,6 @@ from .backends.native.engine import REMEDY, missing
 from .form import Form
 
 __all__ = ["Calls", "accelerated", "calls", "offer"]
-
-FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
-BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 
 _ENGINE = BACKENDS["native"]
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

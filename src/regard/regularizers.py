@@ -59,6 +59,11 @@ class Regularizer(Part, abstract=True):
         fields = self.__dict__
         return {name: fields[name] for name in self._names}
 
+    @classmethod
+    def unchecked(cls, *parameters: Scalar) -> Regularizer:
+        """The regulariser with these parameters, which are not checked."""
+        return object.__new__(cls).with_parameters(dict(zip(cls._names, parameters, strict=True)))
+
     def with_parameters(self, parameters: dict[str, Scalar]) -> Regularizer:
         """The same regulariser with other parameters, which are not checked."""
         made = object.__new__(type(self))
@@ -407,7 +412,7 @@ def regularizer_of(family: str, parameters: Sequence[Scalar], checked: bool = Tr
         kind = _FAMILIES[family]
         if checked:
             return kind(*parameters)
-        return object.__new__(kind).with_parameters(dict(zip(kind._names, parameters, strict=True)))
+        return kind.unchecked(*parameters)
     if family in _DECLARED:
         return _DECLARED[family]
     raise RuntimeError(f"the FDivergence {family!r} no longer exists: keep it alive while its operator is used")

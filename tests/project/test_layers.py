@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "regard"
@@ -165,8 +166,41 @@ def test_private_names_stay_in_their_module(importer):
     assert wrong == []
 
 
+def attributes(tree: ast.AST) -> set[str]:
+    """The names that a module defines or assigns: functions, classes, fields and attributes."""
+    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    stored = (node for node in ast.walk(tree) if isinstance(getattr(node, "ctx", None), ast.Store))
+    return names | {node.id if isinstance(node, ast.Name) else getattr(node, "attr", "") for node in stored}
+
+
+# Names with an underscore that are documented, and those of Transformers, which has no others.
+DOCUMENTED = {"_replace", "_asdict", "_getframe", "_exit"}
+OF_TRANSFORMERS = {"_attn_implementation", "_attn_implementation_internal", "_global_mapping", "_from_config"}
+OF_TENSORS_AND_MODULES = {*dir(torch.Tensor), *vars(torch.nn.Module()), "_schema", "_orig_mod"}
+
+
+def is_private_in_pytorch(name: str) -> bool:
+    """Whether a string is such an attribute, or the name of an operator."""
+    is_name = re.fullmatch(r"_[a-z]\w*", name) is not None
+    return is_name and (name in OF_TENSORS_AND_MODULES or hasattr(torch.ops.aten, name))
+
+
+@pytest.mark.parametrize("importer", MODULES, ids=lambda name: name or "regard")
+def test_private_attributes_stay_in_their_module(importer):
+    """`thing._name` of an object of another module. `self._name` may be inherited."""
+    allowed = attributes(TREES[importer]) | DOCUMENTED | (OF_TRANSFORMERS if layer(importer) == RANK["hf"] else set())
+    wrong = []
+    for node in ast.walk(TREES[importer]):
+        if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr) and node.attr not in allowed:
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if not own and importer != "_compat":
+                wrong.append(f"line {node.lineno}: {ast.unparse(node)}")
+    assert wrong == []
+
+
 @pytest.mark.parametrize("importer", [name for name in MODULES if name != "_compat"], ids=lambda name: name or "regard")
 def test_private_names_of_pytorch_are_in_one_module(importer):
+    """Imported, as an attribute of a module of PyTorch, or as a string."""
     wrong = []
     for node in ast.walk(TREES[importer]):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
@@ -175,11 +209,108 @@ def test_private_names_of_pytorch_are_in_one_module(importer):
             names = [part for alias in node.names if alias.name.startswith("torch") for part in alias.name.split(".")]
         elif isinstance(node, ast.Attribute) and re.match(r"(torch|forward_ad|F|nn)\.", text := ast.unparse(node)):
             names = text.split(".")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value] if is_private_in_pytorch(node.value) else []
         else:
             continue
         if any(re.match(r"_[^_]", name) for name in names):
             wrong.append(f"line {node.lineno}: {ast.unparse(node)}")
     assert wrong == []
+
+
+# Where a backend is named outside of its own module. Everything else asks the registry.
+NAMED = {
+    "acceleration": {"native"},  # puts this engine in the place of PyTorch's kernel on the CPU
+    "doctor": {"native", "triton"},  # says why one of them cannot be tested here
+    "features.base": {"native"},  # feature maps have two implementations of their own
+}
+
+
+@pytest.mark.parametrize("importer", MODULES, ids=lambda name: name or "regard")
+def test_backends_are_named_by_themselves(importer):
+    named = {node.value for node in ast.walk(TREES[importer]) if isinstance(node, ast.Constant)} & {"native", "triton"}
+    packages = importer.split(".")
+    own = set(packages[1:2]) if packages[0] == "backends" else set()
+    assert named - own <= NAMED.get(importer, set())
+
+
+# The arguments of attention are declared once, in arguments.py, and written out where a signature must be read:
+SIGNATURES = {
+    ("operator", "attention"): "the public function",
+    ("lowering", "lower"): "implements it",
+    ("features.base", "forward"): "the call of a module, which has no problem",
+    ("geometry.natural", "natural_attention"): "with the damping, without dropout",
+    ("inspection.listeners", "_call"): "takes the place of PyTorch's function",
+    ("acceleration", "_forward"): "takes the place of PyTorch's operator",
+    ("acceleration", "_backward"): "takes the place of PyTorch's operator",
+    ("acceleration", "_form"): "takes the arguments of both",
+}
+OPTIONS = {"attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"}
+
+
+@pytest.mark.parametrize("importer", MODULES, ids=lambda name: name or "regard")
+def test_the_signature_of_attention_is_not_repeated(importer):
+    found = set()
+    for node in ast.walk(TREES[importer]):
+        arguments = [*node.args.args, *node.args.kwonlyargs] if isinstance(node, ast.FunctionDef) else []
+        if len(OPTIONS & {argument.arg for argument in arguments}) >= 3:
+            found.add((importer, node.name))
+    assert found <= set(SIGNATURES)
+
+
+FAMILIES = ({"KL", "Tsallis", "FermiDirac", "FDivergence"}, {"Rows", "Free", "RowsAndColumns"})
+LADDERS = {
+    ("lowering", "_lower_marginal"): "the only place that translates every marginal",
+    ("hf.lengths", "_row_parameters"): "the tensors of a problem, for a check of their lengths",
+    ("estimation.uniformity", "evidence"): "names the problems that have no bound",
+}
+
+
+@pytest.mark.parametrize("importer", MODULES, ids=lambda name: name or "regard")
+def test_kinds_of_problems_are_told_apart_in_one_place(importer):
+    """A function that asks for two kinds of regularisers or of marginals would have to know the next one, too."""
+    found = set()
+    for node in ast.walk(TREES[importer]):
+        if isinstance(node, ast.FunctionDef):
+            calls = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
+            asked = [call.args[1] for call in calls if ast.unparse(call.func) == "isinstance"]
+            kinds = {name.id for each in asked for name in ast.walk(each) if isinstance(name, ast.Name)}
+            if any(len(family & kinds) > 1 for family in FAMILIES):
+                found.add((importer, node.name))
+    assert found <= set(LADDERS)
+
+
+# Packages that are imported inside of functions: optional ones, and parts of required ones that take long to load.
+OPTIONAL = {"accelerate", "gguf", "pandas", "ray", "rich", "safetensors", "tensorboard", "transformers", "triton"}
+SLOW = {"torch.nn.attention.bias", "torch.nn.attention.flex_attention", "torch.utils.tensorboard"}
+
+
+@pytest.mark.parametrize("importer", MODULES, ids=lambda name: name or "regard")
+def test_only_optional_packages_are_imported_late(importer):
+    wrong = []
+    for function in ast.walk(TREES[importer]):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            else:
+                continue
+            needed = [name for name in names if name.partition(".")[0] not in OPTIONAL and name not in SLOW]
+            wrong += [f"line {node.lineno}: {name}" for name in needed]
+    assert wrong == []
+
+
+def test_the_exceptions_are_needed():
+    """An exception that nothing uses any more is removed."""
+    written = {node.value for name in NAMED for node in ast.walk(TREES[name]) if isinstance(node, ast.Constant)}
+    assert set.union(*NAMED.values()) <= written
+    for exceptions in (SIGNATURES, LADDERS):
+        for module, function in exceptions:
+            names = {node.name for node in ast.walk(TREES[module]) if isinstance(node, ast.FunctionDef)}
+            assert function in names, (module, function)
 
 
 def test_no_file_is_long():
@@ -197,7 +328,16 @@ def test_the_reading_path_is_short():
 
 def test_the_checks_notice():
     """A test of the tests: each kind of violation, in a made-up module."""
-    TREES["problem"], kept = ast.parse("def f():\n    from .plan import _x\n    torch._C.y()"), TREES["problem"]
+    text = """
+def f(attn_mask, dropout_p, is_causal):
+    from .plan import _x
+    import numpy
+    torch._C.y()
+    isinstance(a, KL) or isinstance(a, Tsallis)
+    found._hidden
+    return "triton"
+"""
+    TREES["problem"], kept = ast.parse(text), TREES["problem"]
     try:
         with pytest.raises(AssertionError, match="higher layer"):
             test_imports_go_down("problem")
@@ -205,9 +345,22 @@ def test_the_checks_notice():
             test_regard_is_imported_at_the_top("problem")
         with pytest.raises(AssertionError, match="_x of regard"):
             test_private_names_stay_in_their_module("problem")
+        with pytest.raises(AssertionError, match=r"found\._hidden"):
+            test_private_attributes_stay_in_their_module("problem")
         with pytest.raises(AssertionError, match=r"torch\._C"):
             test_private_names_of_pytorch_are_in_one_module("problem")
+        with pytest.raises(AssertionError, match="triton"):
+            test_backends_are_named_by_themselves("problem")
+        with pytest.raises(AssertionError):
+            test_the_signature_of_attention_is_not_repeated("problem")
+        with pytest.raises(AssertionError):
+            test_kinds_of_problems_are_told_apart_in_one_place("problem")
+        with pytest.raises(AssertionError, match="numpy"):
+            test_only_optional_packages_are_imported_late("problem")
         with pytest.raises(AssertionError, match="->"):
             test_no_cycle_of_modules()
+        TREES["problem"] = ast.parse("operator = '_local_scalar_dense'")
+        with pytest.raises(AssertionError, match="_local_scalar_dense"):
+            test_private_names_of_pytorch_are_in_one_module("problem")
     finally:
         TREES["problem"] = kept

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from .._compat import TO_COPY
 from .graph import BOOL, INT, REAL, Builder, Untraceable
 
 
@@ -267,7 +268,7 @@ RULES: dict[str, Callable[..., int]] = {
     "where": _where,
     "isnan": _isnan,
     "isinf": _isinf,
-    "_to_copy": _cast,
+    TO_COPY: _cast,
     "clone": _cast,
     "alias": _cast,
     "expand": _cast,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._compat import DispatchMode, tree_flatten, tree_map, writes_to_arguments
+from .._compat import READ_A_NUMBER, DispatchMode, tree_flatten, tree_map, writes_to_arguments
 from .graph import BOOL, INT, REAL, Builder, Graph, Slot, Untraceable, pruned
 from .rules import RULES, Call
 
@@ -171,7 +171,7 @@ SHAPES = (
     "movedim",
 )
 # Operations that read values. Python then decides by them, which a graph cannot show.
-READS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "allclose")
+READS = (READ_A_NUMBER, "item", "is_nonzero", "equal", "nonzero", "allclose")
 
 
 # --- the mode ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from .._compat import pytree
+from .._compat import pytree, without_memory, writes_to_arguments
 from ..priors import Alignment, Causal, Documents, PlanShape, Prior, Product, Union, Window
 from .models import check_configuration
 
@@ -45,7 +45,7 @@ class StructuredMask(Tensor):
         offset: int,
         padding: Tensor | None,
     ) -> StructuredMask:
-        mask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)  # type: ignore[attr-defined]
+        mask = without_memory(cls, shape, torch.bool, device)
         mask.region, mask.offset, mask.padding, mask._priors = region, offset, padding, None
         return mask
 
@@ -55,7 +55,7 @@ class StructuredMask(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func._schema.is_mutable:
+        if writes_to_arguments(func):
             raise NotImplementedError(f"{func}: a StructuredMask cannot be changed in place; clone() it first")
         args = pytree.tree_map_only(StructuredMask, StructuredMask.dense, args)
         return func(*args, **pytree.tree_map_only(StructuredMask, StructuredMask.dense, kwargs or {}))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._compat import remove_forward_hook
 from .._validate import describe
 from ..features import Features
 from ..statistics import AuxRequest
@@ -85,9 +86,7 @@ def unretrofit(model: nn.Module) -> nn.Module:
         raise _not_retrofitted(model)
     for module in found:
         del module.retrofit
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if hook is _check_implementation:
-                del module._forward_pre_hooks[key]
+        remove_forward_hook(module, _check_implementation)
     for config in configurations_of(model):
         if hasattr(config, RECORD):
             delattr(config, RECORD)

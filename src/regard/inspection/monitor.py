@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._compat import uncompiled
 from .._validate import describe, is_integer
 from . import provenance
 from .events import Event, EventDetector, Limits
@@ -277,7 +278,7 @@ _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParalle
 def _unwrapped(model: nn.Module) -> nn.Module:
     """The model inside DistributedDataParallel and torch.compile: its forward has the arguments by name."""
     while True:
-        inner = getattr(model, "_orig_mod", None)
+        inner = uncompiled(model)
         if inner is None and type(model).__name__ in _WRAPPERS:
             inner = getattr(model, "module", None)
         if not isinstance(inner, nn.Module):
