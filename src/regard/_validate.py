@@ -30,6 +30,10 @@ def describe(value: object) -> str:
     if isinstance(value, Tensor):
         kind = str(value.dtype).removeprefix("torch.")
         return f"Tensor({kind}, {list(value.shape)})"
+    if type(value) in (tuple, list):  # a tensor's own repr would print its values
+        inside = ", ".join(map(describe, value))  # type: ignore[arg-type]
+        comma = "," if type(value) is tuple and len(value) == 1 else ""  # type: ignore[arg-type]
+        return f"({inside}{comma})" if type(value) is tuple else f"[{inside}]"
     return repr(value)
 
 
