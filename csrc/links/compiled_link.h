@@ -1,7 +1,7 @@
 // What a link that was compiled from a user's formulas exports, and the loop around its formulas.
 //
 // The engine calls such a link through the addresses in the record, for a block of pairs at a time. The generated source
-// (src/regard/compiled/links.py) includes this file and gives the formulas as a struct:
+// (src/regard/backends/native/links.py) includes this file and gives the formulas as a struct:
 //   LOWER, UPPER   link counts as 0 at and below LOWER, and as inf at and above UPPER
 //   CEILING        the supremum of link, or inf; it is reached where t is FULL or more
 //   link           t and the parameters -> g(t) and g'(t)

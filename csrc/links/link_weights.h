@@ -43,7 +43,7 @@ Vec<R> sum_divergence(const Compiled<R> &link, int n, const R *g, int64_t from, 
   return sum;
 }
 
-// Whether a key has weight. A compiled link says so by its weight q alone.
+// Whether a key has weight. For a compiled link its weight q alone decides.
 template <class R, class Link> INLINE Mask<R> counts_key(const Link &link, Vec<R> d, Vec<R> q) {
   if constexpr (Link::COMPILED)
     return (Mask<R>)(q > 0);

@@ -3,9 +3,9 @@
 
 `F.scaled_dot_product_attention` chooses a kernel. On the CPU its fast choice is one operator, `FORWARD`, whose gradient
 is the operator `BACKWARD`. While regard is active, both names lead to the functions `_forward` and `_backward` below.
-They run under PyTorch's autograd, autocast, transforms and compiler, which do not notice the exchange: results have the
-dtype, shape and memory layout of PyTorch's own. A call that the engine does not serve, or that would not be faster on
-it, goes on to PyTorch's kernel.
+They run under PyTorch's autograd, autocast, transforms and compiler. Their results have the dtype, shape and memory
+layout of PyTorch's own. A call that the engine does not serve, or that would not be faster on it, is passed to
+PyTorch's kernel.
 """
 
 from __future__ import annotations

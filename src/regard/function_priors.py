@@ -97,7 +97,7 @@ class FunctionPrior(Prior, abstract=True):
         return ~(found == -math.inf)
 
     def tile_bounds(self, shape: PlanShape) -> tuple[Tensor, Tensor]:
-        """Certain of nothing; only the batch entries and heads that it depends on are known."""
+        """No tile is decided. Only the batch entries and heads that the function depends on are known."""
         graph = self.traced.graph  # type: ignore[attr-defined]
         names = graph.depends()[graph.outputs[0]]
         sizes = (shape.B if "b" in names else 1, shape.H if "h" in names else 1, 1, 1)

@@ -124,7 +124,8 @@ def _kind(case: Case) -> tuple:
 
 
 def _single_changes(failure: Failure, candidates: list[Hypothesis], search: bool) -> dict[str, str]:
-    """The hypotheses that explain a case. All are tried only if none explains it that explained one before."""
+    """The hypotheses that explain a case. Those that explained an earlier case are tried first, and the others only if
+    none of them does."""
     found = _explanations(failure, candidates)
     if found or not search:
         return found

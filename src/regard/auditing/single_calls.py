@@ -1,4 +1,4 @@
-"""Judging one call whose arguments and output are given, as an attention layer of a model was handed them.
+"""Judging one call whose arguments and output are given, as an attention layer of a model received them.
 
 Only the output is compared: there is no loss. The allowed error follows the same rule as in outcomes.py.
 """

@@ -1,9 +1,9 @@
 """Compiling C++ text with the machine's compiler, and the cache of the libraries that result.
 
 A library is loaded into this process, so the cache is trusted like the installed package: it is one directory of the
-user (mode 0700) that nobody else may write to and that is not a symbolic link. The name of a file is its key (a hash of
-source, headers, flags, instruction set, compiler and version) and the checksum of its content. A file whose content
-does not match its name, or that belongs to somebody else, is deleted and built again. Files are written beside their
+user (mode 0700) that no other user may write to and that is not a symbolic link. The name of a file is its key (a hash
+of source, headers, flags, instruction set, compiler and version) and the checksum of its content. A file whose content
+does not match its name, or that belongs to another user, is deleted and built again. Files are written beside their
 place and renamed, so several processes may compile the same source at once. The least recently used files are deleted
 when the cache is larger than its limit. SECURITY.md describes what this protects from.
 """

@@ -1,4 +1,4 @@
-"""How a model takes up a registered factory: its module becomes a part of the model, and hooks see the calls.
+"""How a registered factory becomes part of a model: its module is a submodule, and hooks read the calls.
 
 A model adopts the factory of its attention implementation when it is built with the name (`from_pretrained`,
 `from_config`, or the class itself) and in `set_attn_implementation`. A registered module becomes `regard_problem` of
@@ -34,8 +34,8 @@ Lookup = Callable[[Any], Factory | None]  # the factory that an attention module
 
 
 def adopt(model: Any, lookup: Lookup) -> None:
-    """Make the model ready for the factory that its implementation names. Without one, remove what an earlier one
-    needed: its parameters leave the model, and come back with its name."""
+    """Make the model ready for the factory that its implementation names. If it names none, remove what an earlier
+    factory needed. Its parameters leave the model; they return when its name is set again."""
     found = attentions(model)
     wanted = {name: lookup(module) for name, module in found.items()}
     factories = {factory.number: factory for factory in wanted.values() if factory is not None}

@@ -2,9 +2,9 @@
 
 Each scenario (padding, packing, generation with a cache) runs three times. First with the definition: every attention
 call of the model is solved in float64, with the mask that regard's own mask function made. Then with the
-implementation, layer by layer: each call gets the inputs of the first run, its output is compared, and the
-definition's output is passed on, so that a mistake of one layer does not reach the next. Last with the implementation
-alone, for the harm in the logits.
+implementation, layer by layer: each call gets the inputs of the first run, its output is compared, and the definition's
+output is passed on, so that a mistake of one layer does not reach the next. Last with the implementation alone, for the
+change of the logits.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Recorded:
 
 @dataclass
 class _Wrong:
-    """A call that the implementation answered wrongly."""
+    """A call whose output the implementation computed wrongly."""
 
     layer: str
     scenario: str

@@ -30,7 +30,7 @@ class RelativeBias:
     """The position bias [1, H, Tq, Tk] of a T5 attention, of which only a table over the distances is stored.
 
     Our attention function reads the table. For any torch function it behaves as the dense bias, gradient included. It
-    is no tensor: activation checkpointing hands it from layer to layer as it is.
+    is no tensor: activation checkpointing passes it from layer to layer as it is.
     """
 
     def __init__(self, owner: Any, compute: Callable[..., Tensor], arguments: tuple[int, int, Any, int]) -> None:

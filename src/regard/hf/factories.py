@@ -1,8 +1,8 @@
-"""Problems that see the model: a registered callable builds the problem of every attention call.
+"""Problems from what a model computes: a registered callable builds the problem of every attention call.
 
 Transformers gives an attention function queries, keys and values, not the hidden states they come from. A hook before
-the attention module passes its hidden states and its cache on as the keyword argument `regard_seen`, which the modules
-of transformers hand to the attention function with the others. Nothing is stored between the two, so that threads and
+the attention module adds its hidden states and its cache as the keyword argument `regard_seen`, which the modules of
+transformers pass to the attention function with the others. Nothing is stored between the two, so that threads and
 `torch.compile` need no special case. Positions are found from the model's arguments (positions.py). adoption.py
 installs the hooks.
 """

@@ -3,8 +3,8 @@
 A cache of transformers has a layer for each attention, which appends keys and values, drops those that have left a
 window, or writes them into a tensor of fixed size. What is remembered is stored in a second layer of the same kind, so
 that transformers' own code moves both alike. The class of the cache's layer becomes a subclass that repeats every
-change (reordering for beam search, cropping, repeating, resetting) in the second layer. A layer whose contents change
-in another way is noticed, and `remember` raises.
+change (reordering for beam search, cropping, repeating, resetting) in the second layer. If its contents change in
+another way, `remember` raises.
 """
 
 from __future__ import annotations

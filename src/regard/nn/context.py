@@ -1,4 +1,4 @@
-"""`Context`: what a callable that builds a problem is told about the attention call."""
+"""`Context`: the attention call, as the callable that builds its problem receives it."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Link:
 
 
 def link_of(form: Form) -> Link:
-    """The compiled link of a problem that `link_missing` has no objection to."""
+    """The compiled link of a problem for which `link_missing` returns None."""
     found = _lookup(form.family, _numbers(form.parameters))
     assert isinstance(found, Link), found
     return found
