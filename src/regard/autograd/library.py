@@ -106,14 +106,19 @@ def _(
     return [torch.empty_like(tensors[slot], memory_format=torch.contiguous_format) for slot in needed.split(",")]
 
 
-def _setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    ctx.backend, ctx.names, *arguments = inputs
-    form = from_arguments(tuple(arguments))
+def save_for_backward(ctx: Any, arguments: tuple, output: tuple | list[Tensor]) -> None:
+    """Keep a form, given as an operator's arguments, and what the operator returned."""
+    form = from_arguments(arguments)
     tensors = form.tensors()
     ctx.slots = tuple(tensors)
     ctx.needed = tuple(slot for slot, tensor in tensors.items() if tensor.requires_grad)
     ctx.form = form.without_tensors()
     ctx.save_for_backward(*tensors.values(), *output)
+
+
+def _setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+    ctx.backend, ctx.names, *arguments = inputs
+    save_for_backward(ctx, tuple(arguments), output)
     ctx.set_materialize_grads(False)
 
 

@@ -7,9 +7,19 @@ import math
 import torch
 
 from ..nn import Transformer
-from .experiment import Cell, Figure, Outcomes, Series, Table
+from .experiment import Cell, Config, Figure, Outcomes, Series, Table
 from .judging import interval
 from .training import mean_loss, text_model, train_on_text, validation
+
+# The models and their training, in the two profiles of an experiment.
+QUICK: Config = {
+    "seeds": 2, "steps": 30, "every": 15, "warmup": 5, "rate": 3e-3, "batch": 8, "length": 16, "layers": 2,
+    "heads": 2, "width": 32, "evaluate": 8,
+}  # fmt: skip
+FULL: Config = {
+    "seeds": 3, "steps": 1500, "every": 150, "warmup": 50, "rate": 2e-3, "batch": 16, "length": 64, "layers": 3,
+    "heads": 4, "width": 64, "evaluate": 64,
+}  # fmt: skip
 
 
 def losses_by_length(cell: Cell, times: tuple[int, ...], **changes: object) -> list[float]:

@@ -86,8 +86,8 @@ def _(call: Call) -> Call | None:
     return call.change(compute=compute)
 
 
-@MASKS("padding-counted", "masked keys count as keys of score 0, so they take part in the normalisation")
-def _(call: Call) -> Call | None:
+def _counted(call: Call, values: bool) -> Call | None:
+    """Masked keys have the score 0 and take part in the normalisation. `values`: they keep their values."""
     keep = admissible(call)
     if bool(keep.all()):
         return None
@@ -96,24 +96,19 @@ def _(call: Call) -> Call | None:
         free = _without_masks(call)
         scores = free.capped(free.scores()).where(keep, 0.0)
         weights, lse = solve(free.with_scores(scores))
-        return weights @ call.repeated(call.value), lse
+        return (weights if values else weights * keep) @ call.repeated(call.value), lse
 
     return call.change(compute=compute)
+
+
+@MASKS("padding-counted", "masked keys count as keys of score 0, so they take part in the normalisation")
+def _(call: Call) -> Call | None:
+    return _counted(call, values=True)
 
 
 @MASKS("padding-counted", "masked keys have the value 0 and the score 0, so they take part in the normalisation")
 def _(call: Call) -> Call | None:
-    keep = admissible(call)
-    if bool(keep.all()):
-        return None
-
-    def compute(call: Call, solve: Solver) -> Solved:
-        free = _without_masks(call)
-        scores = free.capped(free.scores()).where(keep, 0.0)
-        weights, lse = solve(free.with_scores(scores))
-        return (weights * keep) @ call.repeated(call.value), lse
-
-    return call.change(compute=compute)
+    return _counted(call, values=False)
 
 
 # --- biases ---------------------------------------------------------------------------------------------------------

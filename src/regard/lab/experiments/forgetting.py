@@ -16,7 +16,7 @@ from ...problem import ByKeys, Transport
 from ...structured import Decay
 from ..experiment import Cell, Conclusion, Config, Experiment, Outcomes
 from ..judging import Judged, differences, interval, judge_effect
-from ..longer_text import losses_by_length, shown_by_length
+from ..longer_text import FULL, QUICK, losses_by_length, shown_by_length
 from .priors import slopes
 
 FORGETTING = "Lin et al. 2025 (arXiv 2503.02130)"
@@ -100,15 +100,9 @@ EXPERIMENT = Experiment(
     about="Small character models without position embeddings, so that only the attention tells near from far. The "
     "forget gates are computed from the layer's input, one per head and position. The same unseen text is read in "
     "pieces of one to eight times the training length.",
-    quick={
-        "seeds": 2, "steps": 30, "every": 15, "warmup": 5, "rate": 3e-3, "batch": 8, "length": 16, "layers": 2,
-        "heads": 2, "width": 32, "evaluate": 8,
-    },
-    full={
-        "seeds": 3, "steps": 1500, "every": 150, "warmup": 50, "rate": 2e-3, "batch": 16, "length": 64, "layers": 3,
-        "heads": 4, "width": 64, "evaluate": 64,
-    },
+    quick=dict(QUICK),
+    full=dict(FULL),
     settings=settings,
     measure=measure,
     conclude=conclude,
-)  # fmt: skip
+)

@@ -13,7 +13,7 @@ from ...priors import ALiBi, Bias
 from ...problem import Transport
 from ..experiment import Cell, Conclusion, Config, Experiment, Outcomes
 from ..judging import interval, judge_effect
-from ..longer_text import losses_by_length, shown_by_length
+from ..longer_text import FULL, QUICK, losses_by_length, shown_by_length
 
 SOURCE = "Press et al. 2021 (arXiv 2108.12409); priors as in 002"
 TIMES = (1, 2, 4)
@@ -90,15 +90,9 @@ EXPERIMENT = Experiment(
     source=SOURCE,
     about="Small character models without position embeddings, so that only the prior tells near from far. The same "
     "unseen text is read in pieces of one, two and four times the training length.",
-    quick={
-        "seeds": 2, "steps": 30, "every": 15, "warmup": 5, "rate": 3e-3, "batch": 8, "length": 16, "layers": 2,
-        "heads": 2, "width": 32, "evaluate": 8,
-    },
-    full={
-        "seeds": 3, "steps": 1500, "every": 150, "warmup": 50, "rate": 2e-3, "batch": 16, "length": 64, "layers": 3,
-        "heads": 4, "width": 64, "evaluate": 64,
-    },
+    quick=dict(QUICK),
+    full=dict(FULL),
     settings=settings,
     measure=measure,
     conclude=conclude,
-)  # fmt: skip
+)

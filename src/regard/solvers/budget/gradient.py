@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..._compat import autograd_inside, forward_mode
 from ...autograd.batched import batch_by_loop, one_by_one
-from ...autograd.library import SCHEMA, by_argument, from_arguments, to_arguments
+from ...autograd.library import SCHEMA, by_argument, from_arguments, save_for_backward, to_arguments
 from ...form import Form
 from .passes import find_temperatures, gradients_of
 from .search import HARD
@@ -109,12 +109,7 @@ batch_by_loop(torch.ops.regard.match_backward.default)
 
 def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     ctx.backend, *arguments = inputs
-    form = from_arguments(tuple(arguments))
-    tensors = form.tensors()
-    ctx.slots = tuple(tensors)
-    ctx.needed = tuple(slot for slot, tensor in tensors.items() if tensor.requires_grad)
-    ctx.form = form.without_tensors()
-    ctx.save_for_backward(*tensors.values(), *output)
+    save_for_backward(ctx, tuple(arguments), output)
 
 
 def _pull(ctx: Any, grad: Tensor, _: Any) -> tuple:
