@@ -222,6 +222,7 @@ def test_private_names_of_pytorch_are_in_one_module(importer):
 NAMED = {
     "acceleration": {"native"},  # puts this engine in the place of PyTorch's kernel on the CPU
     "doctor": {"native", "triton"},  # says why one of them cannot be tested here
+    "cli.device": {"native", "triton"},  # checks the kernels of one kind of device
     "features.base": {"native"},  # feature maps have two implementations of their own
 }
 
