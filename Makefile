@@ -26,7 +26,7 @@ under = OMP_NUM_THREADS=2 $(call testing,$(1)) \
   LD_PRELOAD="$$($(CXX) -print-file-name=lib$(if $(filter address,$(1)),a,t)san.so) $$($(CXX) -print-file-name=libstdc++.so)"
 KERNELS := $(PY) -m pytest -q -x --capture=no -p no:cacheprovider tests/backends/test_native*.py tests/backends/test_features_native.py
 
-.PHONY: help demo tour test grid converge fuzz test-gpu-kernels sanitize coverage clang bench bench-full bench-models lint format docs lock clean
+.PHONY: help demo tour test grid converge fuzz test-gpu-kernels sanitize coverage clang bench bench-full bench-gpu bench-models lint format docs lock clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -81,6 +81,9 @@ bench: .venv/peers  ## the quick benchmarks, a few minutes; each checks its resu
 
 bench-full: .venv/peers  ## every length and every peer, an hour or more; Ctrl-C keeps what was measured
 	@$(PY) benchmarks/run.py --full
+
+bench-gpu: .venv/peers  ## the Triton kernels on a GPU against PyTorch, FlexAttention and adasplash (never run by us)
+	@$(PY) benchmarks/run.py --device cuda --out benchmarks/results/gpu
 
 bench-models: .venv/peers  ## whole models: accelerated against PyTorch's own kernel, what inspection costs, gpt-oss; half an hour
 	@$(PY) benchmarks/models.py

@@ -18,7 +18,8 @@ import regard
 from regard import AuxRequest, Causal, Transport, Tsallis, Window
 
 TELEMETRY = AuxRequest(lse=True, entropy=True, max_scores=True, score_variance=True)
-BACKEND = "native"  # of "regard" in the table
+BACKEND = "native"  # of "regard" in the table; on a GPU "triton"
+DEVICE = torch.device("cpu")
 ALPHAS = {"softmax": 1.0, "entmax15": 1.5, "sparsemax": 2.0}
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -64,7 +65,7 @@ class Case:
         dtype = torch.bfloat16 if self.half else torch.float32
         shapes = ((1, self.H, self.queries, self.D), *((1, self.Hkv or self.H, self.T, self.D),) * 2)
         q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
-        return [t.to(dtype).requires_grad_(self.train) for t in (q * self.sharpness, k, v)]
+        return [t.to(DEVICE, dtype).requires_grad_(self.train) for t in (q * self.sharpness, k, v)]
 
 
 WINDOW = 256
@@ -87,8 +88,8 @@ def ours(case: Case) -> Attention:
     if case.telemetry:
         wanted = TELEMETRY if case.family == "softmax" else replace(TELEMETRY, lse=False)
         arguments["return_aux"] = wanted
-    q = torch.zeros(1, case.H, 2, case.D)
-    k = torch.zeros(1, case.Hkv or case.H, 2, case.D)
+    q = torch.zeros(1, case.H, 2, case.D, device=DEVICE)
+    k = torch.zeros(1, case.Hkv or case.H, 2, case.D, device=DEVICE)
     try:
         regard.select_backend(q, k, k, **arguments)
     except NotImplementedError as error:
@@ -129,7 +130,7 @@ def eager(case: Case) -> Attention:
 
 
 def flex(case: Case) -> Attention:
-    if case.train:
+    if case.train and DEVICE.type == "cpu":
         raise Skip("FlexAttention has no backward on the CPU")
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -138,7 +139,7 @@ def flex(case: Case) -> Attention:
         _room_for(8 * case.queries * case.T, "FlexAttention's block mask")  # it is built from 64-bit counts
         left = case.T if case.kind == "causal" else WINDOW - 1
         mask = create_block_mask(
-            lambda b, h, i, j: (j <= i) & (j >= i - left), None, None, case.queries, case.T, device="cpu"
+            lambda b, h, i, j: (j <= i) & (j >= i - left), None, None, case.queries, case.T, device=str(DEVICE)
         )
     compiled = _compiled_flex()
     return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=bool(case.Hkv))
@@ -159,6 +160,18 @@ def x_transformers(case: Case) -> Attention:
     return lambda q, k, v: attend(q, k, v)[0]
 
 
+def adasplash(case: Case) -> Attention:
+    """Entmax by the kernels of the package adasplash, for GPUs."""
+    if DEVICE.type == "cpu":
+        raise Skip("adasplash has kernels for GPUs only")
+    _installed("adasplash", "adasplash")
+    from adasplash import adasplash as attend  # pyright: ignore[reportMissingImports]  # installed by hand, on a GPU
+
+    return lambda q, k, v: attend(
+        q * case.D**-0.5, k, v, alpha=ALPHAS[case.family], niter=10, is_causal=case.kind == "causal"
+    )
+
+
 IMPLEMENTATIONS: dict[str, tuple[Callable[[Case], Attention], dict[str, Any]]] = {
     # name: the function that makes it, and where its problem differs from the case's
     "regard": (ours, {}),
@@ -166,6 +179,7 @@ IMPLEMENTATIONS: dict[str, tuple[Callable[[Case], Attention], dict[str, Any]]] =
     "eager": (eager, {"telemetry": False}),
     "FlexAttention": (flex, {"telemetry": False}),
     "x-transformers": (x_transformers, {"telemetry": False}),
+    "adasplash": (adasplash, {"telemetry": False}),
     "regard causal": (ours, {"kind": "causal"}),
 }
 
@@ -183,7 +197,10 @@ def _installed(module: str, package: str) -> None:
 
 
 def _room_for(size: int, what: str) -> None:
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if DEVICE.type == "cuda":
+        free = torch.cuda.mem_get_info(DEVICE)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size > free / 2:
         raise Skip(f"{what} would take {size / 2**30:.0f} GiB, {free / 2**30:.0f} are free")
 
@@ -198,10 +215,10 @@ def _weights(family: str) -> Callable[[Tensor], Tensor]:
 
 
 def _allowed(Tq: int, Tk: int, kind: str, rows: Tensor | None = None) -> Tensor:
-    i = (torch.arange(Tq) if rows is None else rows)[:, None]
-    j = torch.arange(Tk)
+    i = (torch.arange(Tq, device=DEVICE) if rows is None else rows)[:, None]
+    j = torch.arange(Tk, device=DEVICE)
     if kind == "full":
-        return torch.ones(len(i), Tk, dtype=torch.bool)
+        return torch.ones(len(i), Tk, dtype=torch.bool, device=DEVICE)
     return (j <= i) if kind == "causal" else (j <= i) & (j > i - WINDOW)
 
 
@@ -219,8 +236,16 @@ def run(attention: Attention, inputs: list[Tensor], grad: Tensor | None) -> list
 
 
 def runner(attention: Attention, case: Case, inputs: list[Tensor]) -> Callable[[], object]:
+    """A job that ends when the device has the results."""
     grad = torch.randn_like(inputs[0]) if case.train else None
-    return lambda: run(attention, inputs, grad)
+    if DEVICE.type != "cuda":
+        return lambda: run(attention, inputs, grad)
+
+    def job() -> None:
+        run(attention, inputs, grad)
+        torch.cuda.synchronize(DEVICE)
+
+    return job
 
 
 ROWS = 128  # queries that are checked, chosen at random, so that float64 fits into memory at T = 65536
@@ -233,9 +258,9 @@ def error(attention: Attention, case: Case, inputs: list[Tensor]) -> float:
     edge of the support has weight. Only some rows of queries are checked; the output's gradient is 0 in the others.
     """
     torch.manual_seed(0)
-    rows = torch.randperm(case.queries)[:ROWS].sort().values
-    weight = torch.zeros(1, case.H, case.queries, case.D, dtype=inputs[0].dtype)
-    weight[:, :, rows] = torch.randn(1, case.H, len(rows), case.D).to(weight.dtype)
+    rows = torch.randperm(case.queries)[:ROWS].sort().values.to(DEVICE)
+    weight = torch.zeros(1, case.H, case.queries, case.D, dtype=inputs[0].dtype, device=DEVICE)
+    weight[:, :, rows] = torch.randn(1, case.H, len(rows), case.D).to(weight)
     found = run(attention, inputs, weight if case.train else None)
     found[0] = found[0][:, :, rows]
 

@@ -32,11 +32,19 @@ def paired_cost(on: Job, off: Job, budget: float) -> tuple[float, float, float]:
 # --- the machine's limits ---------------------------------------------------------------------------------------------
 
 
-def matrix_rate(rounds: int = 5) -> float:
-    """Operations per second of torch.mm on 2048 x 2048."""
-    a = torch.randn(2048, 2048)
-    torch.mm(a, a)
-    return 2 * 2048**3 / min(seconds(lambda: torch.mm(a, a)) for _ in range(rounds))
+def matrix_rate(rounds: int = 5, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> float:
+    """Operations per second of torch.mm on matrices of 2048 x 2048 (on a GPU 8192 x 8192)."""
+    gpu = torch.device(device).type == "cuda"
+    n = 8192 if gpu else 2048
+    a = torch.randn(n, n, device=device, dtype=dtype)
+
+    def product() -> None:
+        torch.mm(a, a)
+        if gpu:
+            torch.cuda.synchronize(device)
+
+    product()
+    return 2 * n**3 / min(seconds(product) for _ in range(rounds))
 
 
 def fma_rate() -> float | None:

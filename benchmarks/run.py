@@ -1,6 +1,6 @@
 """All benchmarks: regard's native engine against PyTorch and other packages, in one process.
 
-    python benchmarks/run.py [--full] [--only decode] [--seconds 3] [--threads 2]
+    python benchmarks/run.py [--full] [--only decode] [--seconds 3] [--threads 2] [--device cuda]
 
 Before a case is timed, the output (and gradients) of every implementation are compared with float64. One that is wrong
 is not timed, and the run fails. Then all implementations run in every round. The table shows medians and the middle
@@ -8,6 +8,9 @@ is not timed, and the run fails. Then all implementations run in every round. Th
 is faster. "sgemm" is the share of the speed of torch.mm, measured together with each case, and "FMA" that of
 multiply-adds on registers. "MiB" is the peak memory beyond the inputs, outputs included, in a process of its own. A
 target that is not reached does not fail the run.
+
+With --device cuda the Triton kernels are compared instead, in bfloat16, with PyTorch's kernels, FlexAttention and, if
+it is installed, adasplash. This part was never run on a GPU by the authors.
 
 Results are written to benchmarks/results/: results.csv, results.md, ratios.svg. After Ctrl-C the results so far are
 written.
@@ -41,7 +44,8 @@ CALLS = 50  # tiny calls per measurement
 
 def machine() -> dict[str, str]:
     facts, engine = doctor.machine(), doctor.engine()
-    return {
+    device = {"device": torch.cuda.get_device_name(contest.DEVICE)} if contest.DEVICE.type == "cuda" else {}
+    return device | {
         "cpu": facts["cpu"],
         "cores": str(facts["cores"]),
         "threads": f"{torch.get_num_threads()} threads",
@@ -58,7 +62,8 @@ class Bench:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.fma = measure.fma_rate()
+        self.gpu = contest.DEVICE.type == "cuda"
+        self.fma = None if self.gpu else measure.fma_rate()
         self.wrong: list[str] = []
 
     def row(self, case: Case, implementation: str) -> Row:
@@ -97,8 +102,8 @@ class Bench:
             rows["regard"].note = f"queries x {case.sharpness:g}: density {density:.1%}"
             if density < 0.05:
                 targets |= entry.sparse
-        sgemm = measure.matrix_rate()
-        bandwidth = measure.read_bandwidth() if case.name == "decode" else None
+        sgemm = measure.matrix_rate(5, contest.DEVICE, inputs[0].dtype)
+        bandwidth = measure.read_bandwidth() if case.name == "decode" and not self.gpu else None
         times = measure.interleave(jobs, self.seconds, least=3 if case.T > 8192 else 5)
         for implementation, row in rows.items():
             row.density = density
@@ -201,6 +206,8 @@ def steps(bench: Bench, full: bool, rows: list[Row]) -> list[tuple[str, Callable
         return f"{case.name}{', bf16' if case.half else ''}, {case.kind}, T = {case.T}, D = {case.D}"
 
     plan: list[tuple[str, Callable[[], Iterable[Row]]]] = []
+    if bench.gpu:
+        return [(title(e.case), lambda e=e: bench.compare(e)) for e in suite.gpu(full)]
     plan += [(title(c), lambda c=c, b=b, n=n: bench.overhead(c, b, n)) for c, b, n in suite.OVERHEAD]
     plan += [(title(e.case), lambda e=e: bench.compare(e)) for e in suite.entries(full)]
     plan += [(title(c), lambda c=c: [bench.telemetry(c)]) for c in suite.telemetry(full)]
@@ -229,6 +236,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="only cases whose title contains this")
     parser.add_argument("--seconds", type=float, help="time for the rounds of one case (default: 1.5, full: 8)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device", default="cpu", help="cuda or cuda:N: the kernels for GPUs")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--memory", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -236,10 +244,16 @@ def main() -> int:
         only_memory(options.memory)
         return 0
     torch.set_num_threads(options.threads)
+    if options.device != "cpu":
+        if not torch.cuda.is_available():
+            parser.error(f"--device: expected a device that is there, got {options.device}: PyTorch finds no GPU")
+        contest.DEVICE, contest.BACKEND = torch.device(options.device), "triton"
     about, rows = machine(), []
     bench = Bench(options.seconds or (8 if options.full else 1.5))
     print("\n".join(f"# {name}: {value}" for name, value in about.items()))
-    print(f"# torch.mm 2048: {measure.matrix_rate() / 1e9:.0f} GF/s; multiply-adds: {(bench.fma or 0) / 1e9:.0f} GF/s")
+    if not bench.gpu:
+        rate, fma = measure.matrix_rate() / 1e9, (bench.fma or 0) / 1e9
+        print(f"# torch.mm 2048: {rate:.0f} GF/s; multiply-adds: {fma:.0f} GF/s")
     print(report.heading(), flush=True)
     plan = [(title, step) for title, step in steps(bench, options.full, rows) if options.only in title]
     interrupted = False

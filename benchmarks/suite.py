@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from contest import Case
+from contest import WINDOW, Case
 
 ALL = ("SDPA", "FlexAttention", "eager", "x-transformers")
 
@@ -94,6 +94,31 @@ def window(full: bool) -> list[Entry]:
             case = Case(name, T, H=_heads(T), kind="window", train=train, peers=peers)
             judged = T == 16384 and not train
             entries.append(Entry(case, {"SDPA": 30.0, "regard causal": 15.0} if judged else {}, memory=full))
+    return entries
+
+
+def gpu(full: bool) -> list[Entry]:
+    """For a GPU: the cases of the CPU in bfloat16, and heads of 128 up to 32768 tokens. No goals: none was measured."""
+    entries = []
+    lengths = [2048, 4096, 8192, 16384, 32768] if full else [2048, 8192, 32768]
+    for D in (64, 128):
+        for T in lengths:
+            for train in (False, True):
+                call = "training" if train else "forward"
+                peers = ("SDPA", "FlexAttention")
+                for kind in ("full", "causal"):
+                    base = Case(f"softmax, {call}", T, H=16, D=D, kind=kind, train=train, half=True, peers=peers)
+                    entries += [Entry(base), Entry(replace(base, name=f"{base.name}, statistics", telemetry=True))]
+                window = Case(f"window {WINDOW}, {call}", T, H=16, D=D, kind="window", train=train, half=True)
+                entries.append(Entry(replace(window, peers=("FlexAttention", "regard causal"))))
+                for family in ("entmax15", "sparsemax"):
+                    for sharpness in (0.02, 1.0, 4.0) if full else (1.0,):
+                        base = Case(f"{family}, {call}", T, H=16, D=D, kind="causal", family=family, train=train)
+                        sparse = replace(base, half=True, sharpness=sharpness, peers=("SDPA", "adasplash"))
+                        entries.append(Entry(sparse))
+        for T in lengths:
+            decode = Case("decode", T, H=32, Hkv=8, Tq=1, D=D, half=True, peers=("SDPA", "FlexAttention"))
+            entries.append(Entry(decode))
     return entries
 
 

@@ -59,6 +59,8 @@ def test_right_implementations_pass_the_check_and_wrong_ones_fail(case, implemen
 def test_an_implementation_that_cannot_run_gives_the_reason():
     with pytest.raises(Skip, match="no backward"):
         contest.flex(Case("c", 64, train=True))
+    with pytest.raises(Skip, match="for GPUs only"):
+        contest.adasplash(Case("c", 64, family="entmax15"))
     with pytest.raises(Skip, match="would take"):
         contest.eager(Case("c", 2**20))
 
@@ -70,8 +72,7 @@ def test_density():
 
 
 def test_every_entry_of_the_suite_can_be_made():
-    for full in (False, True):
-        entries = suite.entries(full)
+    for entries in (suite.entries(False), suite.entries(True), suite.gpu(False), suite.gpu(True)):
         assert len({e.case for e in entries}) == len(entries)
         for entry in entries:
             assert {*entry.targets, *entry.sparse} <= set(entry.case.peers) <= set(contest.IMPLEMENTATIONS)
