@@ -24,6 +24,9 @@ testing = REGARD_ENGINE=$$(ls $(CURDIR)/build/$(1)/_native*.so)
 # $(call under,name): the same with its sanitizer
 under = OMP_NUM_THREADS=2 $(call testing,$(1)) \
   LD_PRELOAD="$$($(CXX) -print-file-name=lib$(if $(filter address,$(1)),a,t)san.so) $$($(CXX) -print-file-name=libstdc++.so)"
+# The same for the functions that the engine compiles; the compiler itself runs without the sanitizer.
+functions = REGARD_CACHE=$(CURDIR)/build/$(1)/functions CXX='env -u LD_PRELOAD $(CXX)' REGARD_CXXFLAGS='-g -fno-sanitize-recover=all $(2)'
+FUNCTIONS := $(PY) -m pytest -q -x --capture=no -p no:cacheprovider tests/core/test_function_priors.py tests/backends/test_own_links.py
 KERNELS := $(PY) -m pytest -q -x --capture=no -p no:cacheprovider tests/backends/test_native*.py tests/backends/test_features_native.py
 
 .PHONY: help demo tour test grid converge fuzz test-gpu-kernels sanitize coverage clang bench bench-full bench-gpu bench-models lint format docs lock clean
@@ -59,13 +62,18 @@ test-gpu-kernels: .venv/tests  ## the Triton kernels: the case table interpreted
 # sanitizer understands (an OpenMP runtime is not instrumented: its barriers look like races). Only the engine is
 # instrumented, so the runtime is preloaded, and Python and PyTorch themselves are not checked.
 # setarch -R: the thread sanitizer needs memory at fixed addresses.
-sanitize: .venv/tests  ## the kernels' tests under the address, undefined-behaviour and thread sanitizers
+sanitize: .venv/tests  ## the tests of kernels and compiled functions under the address, undefined-behaviour and thread sanitizers
 	@$(call engine,address,-DREGARD_SANITIZE=address$(comma)undefined -DREGARD_THREADS=openmp)
 	@$(call engine,thread,-DREGARD_SANITIZE=thread -DREGARD_THREADS=std)
 	env $(call under,address) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  $(KERNELS) -k 'not fork and not named_isa and not threads_do_not'
+	env $(call under,address) $(call functions,address,-fsanitize=address$(comma)undefined) \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	  $(FUNCTIONS) -k 'not compile and not compiler and not isa and not instruction_set'
 	setarch -R env $(call under,thread) TSAN_OPTIONS='ignore_noninstrumented_modules=1 halt_on_error=1' \
 	  $(KERNELS) -k 'threads_do or several'
+	setarch -R env $(call under,thread) $(call functions,thread,-fsanitize=thread) \
+	  TSAN_OPTIONS='ignore_noninstrumented_modules=1 halt_on_error=1' $(FUNCTIONS) -k 'threads_do'
 
 coverage: .venv/linters  ## which lines the tests run, in this process and the workers; writes build/coverage/index.html
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal --cov --cov-report=html:build/coverage \

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -82,6 +83,12 @@ def _examine(f: Function, link: Function, slope: Function, lower: float) -> Exam
         if points is not None:
             _differentiates(link, slope, lower, points)
     _elementwise(f, link, slope, lower, ratios, derivatives)
+    if link(t).requires_grad:
+        warnings.warn(
+            "FDivergence(link): it holds a tensor that requires a gradient and will not get one: f, link and slope "
+            "hold constants. A parameter is a field of a class that derives from regard.regularizers.Regularizer",
+            stacklevel=5,
+        )
     full_support = lower == -math.inf and not _settled(ratios, derivatives)
     return Examined(upper, negative is not None, _ceiling(link, ratios, derivatives), full_support)
 

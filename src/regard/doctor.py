@@ -6,6 +6,7 @@ import importlib.metadata
 import math
 import os
 import platform
+import subprocess
 import warnings
 from pathlib import Path
 from typing import Any
@@ -101,10 +102,10 @@ def cache() -> dict[str, Any]:
         compiler, missing = library.compiler_version(), None
     except Unavailable as error:
         compiler, missing = None, str(error)
-    except OSError as error:
+    except (OSError, subprocess.SubprocessError) as error:
         compiler, missing = None, f"the C++ compiler does not run: {error}"
     return {
-        "path": str(found.path),
+        "path": None if found.path is None else str(found.path),
         "libraries": found.files,
         "bytes": found.bytes,
         "limit": found.limit,

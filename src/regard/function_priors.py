@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ._compat import transforms_active
 from ._validate import check_device, check_type, describe
-from .compiled import BOOL, INT, REAL, Traced, Untraceable, pairs, trace
-from .compiled.flex import additive_part
+from .compiled import BOOL, INT, REAL, SideEffect, Traced, Untraceable, pairs, trace
+from .compiled.flex import traced_mask_mod, traced_score_mod
 from .priors import Alignment, PlanShape, Prior, PriorTerms, check_alignment
 
 
@@ -31,7 +31,13 @@ class FunctionPrior(Prior, abstract=True):
         found: Traced | None = None
         reason: str | None = None
         # Inside of a transform or of a compiled function tensors have no identity: the function is called instead.
-        if not (torch.compiler.is_compiling() or transforms_active()):
+        hidden = torch.compiler.is_compiling() or transforms_active()
+        if hidden and strict:
+            raise ValueError(
+                f"{name}: expected a call outside of torch.compile and of torch.func's transforms, where the mod "
+                "cannot be checked: make the prior before, or use regard.prior"
+            )
+        if not hidden:
             try:
                 found = traced()
                 for slot in found.graph.slots:
@@ -39,7 +45,7 @@ class FunctionPrior(Prior, abstract=True):
                         raise Untraceable(f"it reads a tensor of more than {pairs.MOST_DIMENSIONS} dimensions")
             except Untraceable as error:
                 reason = str(error)
-                if strict:
+                if strict or isinstance(error, SideEffect):
                     raise ValueError(f"{name}: expected a function that can be traced, but {reason}") from error
         tensors = () if found is None else tuple(found.leaves)
         fields = {"tensors": tensors, "traced": None if found is None else found.without_leaves(), "reason": reason}
@@ -55,7 +61,7 @@ class FunctionPrior(Prior, abstract=True):
         object.__setattr__(self, "text", None if traced is None else pairs.to_text(traced.graph))
 
     def _call(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Any:
-        """The user's function itself, at indices that broadcast."""
+        """The user's function itself, at indices that broadcast. (Only `prior` has functions that are not traced.)"""
         raise NotImplementedError
 
     def _identity(self) -> tuple:
@@ -169,19 +175,10 @@ class MaskMod(FunctionPrior):
     def __init__(self, mask_mod: Callable[..., Any]) -> None:
         _check_callable("from_flex(mask_mod)", mask_mod)
         object.__setattr__(self, "mask_mod", mask_mod)
-        self._trace("from_flex(mask_mod)", self._traced_mask, strict=True)
-
-    def _traced_mask(self) -> Traced:
-        found = trace(self.mask_mod, pairs.INPUTS, scalars=True)
-        if found.graph.nodes[found.graph.outputs[0]].kind != BOOL:
-            raise Untraceable("it returned numbers, where truth values were expected")
-        return found.map(pairs.as_log_prior)
+        self._trace("from_flex(mask_mod)", lambda: traced_mask_mod(mask_mod), strict=True)
 
     def arguments(self) -> dict[str, Any]:
         return {"mask_mod": self.mask_mod}
-
-    def _call(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Any:
-        return self.mask_mod(b, h, i, j)
 
     def __repr__(self) -> str:
         return f"from_flex(mask_mod={_named(self.mask_mod)})"
@@ -199,16 +196,10 @@ class ScoreMod(FunctionPrior):
     def __init__(self, score_mod: Callable[..., Any]) -> None:
         _check_callable("from_flex(score_mod)", score_mod)
         object.__setattr__(self, "score_mod", score_mod)
-        inputs = (("score", REAL), *pairs.INPUTS)
-        self._trace(
-            "from_flex(score_mod)", lambda: trace(score_mod, inputs, scalars=True).map(additive_part), strict=True
-        )
+        self._trace("from_flex(score_mod)", lambda: traced_score_mod(score_mod), strict=True)
 
     def arguments(self) -> dict[str, Any]:
         return {"score_mod": self.score_mod}
-
-    def _call(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Any:
-        return self.score_mod(torch.zeros((), device=b.device), b, h, i, j)
 
     def __repr__(self) -> str:
         return f"from_flex(score_mod={_named(self.score_mod)})"

@@ -87,9 +87,31 @@ def by_head(b, h, q, k):
     return ((h % 2 == 0) & (q >= k)) | ((h % 2 == 1) & (q <= k))
 
 
+TILES = torch.stack([torch.randperm(T // 8, generator=torch.Generator().manual_seed(n))[:3] for n in range(B * H * 12)])
+TILES = TILES.view(B, H, T // 8, 3)
+INTERVALS = torch.tensor([[0, 40], [10, 64], [40, 96], [90, 96]], dtype=torch.int32)
+
+
+def selected_tiles(b, h, q, k):
+    """The tiles of 8 keys in a list of each tile of queries."""
+    return (TILES[b, h, q // 8] == (k // 8).unsqueeze(-1)).any(dim=-1)
+
+
+def visible_interval(b, h, q, k):
+    """An image of 24 patches is seen by the text of its interval."""
+    interval = INTERVALS[k // 24]
+    return (q >= interval[0]) & (q < interval[1])
+
+
+def round_numbers(b, h, q, k):
+    """Numbers that the function makes, and one row in two parts."""
+    first, *rest = TILES[b, h, q // 8].unbind()
+    return (k // 8 == first) | (torch.stack(rest) == k // 8).any() | (torch.arange(0, 96, 7) == k).any()
+
+
 MASKS = [
     *(causal, sliding_window, prefix_lm, documents, causal_documents, neighbourhood, dilated, transfusion),
-    *(shared_prefix, block_diffusion, flamingo, padding, by_head),
+    *(shared_prefix, block_diffusion, flamingo, padding, by_head, selected_tiles, visible_interval, round_numbers),
 ]
 
 
@@ -137,9 +159,30 @@ def untouched(score, b, h, q, k):
     return score
 
 
+ROPE = torch.randn(2, B, H, T, 9, generator=torch.Generator().manual_seed(4))
+WAVES = torch.logspace(0, -3, 16)
+
+
+def latent(score, b, h, q, k):
+    """The second product of latent attention; one head of keys."""
+    return score + 0.3 * torch.dot(ROPE[0, b, h, q], ROPE[1, b, h // H, k])
+
+
+def sandwich(score, b, h, q, k):
+    """The inner product of sinusoidal position embeddings, not from a table."""
+    return score + torch.cos((q - k) * WAVES).sum() * SLOPES[h]
+
+
+def rows_of_rows(score, b, h, q, k):
+    """The same row taken in several ways, as numbers and as parts."""
+    row = ROPE[0, b][h, q]
+    part = torch.cat([row[:3], ROPE[1][b, h, k][3:5]])
+    return score + part.mean() - row[-1] + (row * row).amax() + row.view(3, 3).sum(0)[2] + part.abs().prod()
+
+
 SCORES = [
     *(alibi, relative_index, relative_bias, table_per_head, chained, as_mask, masked_alibi, checkerboard),
-    *(inverted, logarithmic, untouched),
+    *(inverted, logarithmic, untouched, latent, sandwich, rows_of_rows),
 ]
 
 
@@ -253,7 +296,14 @@ WRONG = {
     "replaced": (lambda s, b, h, q, k: torch.where(q >= k, s, -1e9), "-inf"),
     "without the score": (lambda s, b, h, q, k: -(q - k).abs() * 1.0, "does not depend on the score"),
     "detached": (lambda s, b, h, q, k: s.detach() + q, "not additive"),
-    "control flow": (lambda s, b, h, q, k: s if q.sum() > k.sum() else s + 1, "torch.sum"),
+    "control flow": (lambda s, b, h, q, k: s if q.sum() > k.sum() else s + 1, "data-dependent control flow"),
+    "a function of the score": (lambda s, b, h, q, k: torch.log(torch.relu(s) + 1), r"FDivergence\(f, link\)"),
+    "a row": (lambda s, b, h, q, k: s + ROPE[0, b, h, q], r"returned the shape \[9\]"),
+    "a long row": (lambda s, b, h, q, k: s + torch.randn(600)[: q * 0 + 600].sum(), "control flow|random"),
+    "a long sum": (lambda s, b, h, q, k: s + (PER_HEAD.view(-1) * q).sum(), "more than 512 elements"),
+    "an index that was computed": (lambda s, b, h, q, k: s + (ROPE[0, b, h, q] * 2)[q], "computed tensor"),
+    "written to": (lambda s, b, h, q, k: s + ROPE[0, b, h, q].mul_(2).sum(), "in place"),
+    "sorted": (lambda s, b, h, q, k: s + ROPE[0, b, h, q].sort().values[0], r"torch\.sort"),
     "arguments": (lambda s, b, h, q: s, "positional argument"),
 }
 
@@ -263,6 +313,34 @@ def test_other_score_mods_raise_when_built(name):
     score_mod, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
         regard.from_flex(score_mod)
+
+
+def test_inside_of_a_compiled_function_or_a_transform_it_raises():
+    """There a mod cannot be checked: a softcap would be taken for a bias of tanh(0)."""
+    query, key, value = inputs()
+
+    def attend(query):
+        prior = regard.from_flex(WRONG["softcap"][0])
+        return regard.attention(query, key, value, problem=Transport(prior=prior))
+
+    with pytest.raises(ValueError, match=r"outside of torch\.compile"):
+        torch.func.vmap(attend)(query[None])
+    with pytest.raises(Exception, match=r"outside of torch\.compile"):
+        torch.compile(attend, fullgraph=True, backend="eager")(query)
+
+
+def test_rows_of_a_table_get_their_gradient():
+    query, key, value = inputs(torch.float64)
+    rows = torch.randn(2, H, T, 5, dtype=torch.float64, requires_grad=True)
+
+    def dot(score, b, h, q, k):
+        return score + torch.dot(rows[0, h, q], rows[1, h, k])
+
+    found = regard.attention(query, key, value, problem=Transport(prior=regard.from_flex(dot)))
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, rows[0] @ rows[1].mT)
+    torch.testing.assert_close(found, expected)
+    grads = [torch.autograd.grad(out.square().sum(), rows)[0] for out in (found, expected)]
+    torch.testing.assert_close(*grads)
 
 
 def test_wrong_arguments():

@@ -146,6 +146,65 @@ def test_directories_that_are_not_trusted(cache, monkeypatch):
         answer()
 
 
+@pytest.mark.skipif(os.name != "posix", reason="permissions")
+def test_a_directory_that_others_can_replace_is_not_trusted(tmp_path, monkeypatch):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setenv("REGARD_CACHE", str(shared / "below" / "cache"))
+    library.forget()
+    with pytest.raises(Unavailable, match=f"can be replaced by others, who may write to {shared}"):
+        answer()
+    shared.chmod(0o1777)  # as /tmp: only the owner renames
+    library.forget()
+    assert answer() == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="environment")
+def test_without_a_home(monkeypatch):
+    for name, value in {"REGARD_CACHE": "", "XDG_CACHE_HOME": "relative", "HOME": "here"}.items():
+        monkeypatch.setenv(name, value)
+    library.forget()
+    with pytest.raises(Unavailable, match=r"no home directory.*REGARD_CACHE"):
+        answer()
+    assert library.contents().path is None and "no home directory" in library.contents().problem
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert library.directory() == Path("/home/somebody/.cache/regard")  # a relative XDG_CACHE_HOME does not count
+
+
+def test_variables_that_no_shell_would_take(cache, monkeypatch):
+    monkeypatch.setenv("REGARD_CXXFLAGS", "'")
+    with pytest.raises(Unavailable, match="REGARD_CXXFLAGS: expected words"):
+        answer()
+    monkeypatch.setenv("CXX", '"c++')
+    with pytest.raises(Unavailable, match="CXX: expected words"):
+        answer()
+
+
+def test_interrupted_and_endless_compilations(cache, monkeypatch, tmp_path):
+    endless = tmp_path / "endless"
+    endless.write_text("#!/bin/sh\nexec sleep 100\n")
+    endless.chmod(0o755)
+    monkeypatch.setenv("CXX", str(endless))
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "_PATIENCE", 0.3)
+        with pytest.raises(Unavailable, match=r"was stopped after 0\.3 s"):
+            answer()
+    assert list(cache.iterdir()) == []
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    library.forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(library.subprocess, "run", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            answer()
+    assert list(cache.iterdir()) == []
+    monkeypatch.delenv("CXX")
+    assert answer() == 1  # it is tried again, and the lock is free
+
+
 def test_the_least_recently_used_files_are_deleted(cache, monkeypatch):
     for number in range(4):
         answer(number)

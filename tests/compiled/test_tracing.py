@@ -157,6 +157,23 @@ HOSTILE = {
 }
 
 
+def test_numbers_that_are_not_a_number():
+    traced = trace(lambda b, h, i, j: torch.where(i >= j, 0.5, math.nan), PAIR)
+    i, j = torch.tensor([1, 2]), torch.tensor([2, 1])
+    (found,) = evaluate(traced.graph, {"b": i, "h": i, "i": i, "j": j}, [], torch.float64)
+    assert found[0].isnan() and found[1] == 0.5
+
+
+def test_a_function_without_end():
+    def many(b, h, i, j):
+        for n in range(3000):
+            i = i * (j + n)
+        return i
+
+    with pytest.raises(Untraceable, match="at most 4000 are compiled"):
+        trace(many, PAIR)
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_untraceable(name):
     function, message = HOSTILE[name]

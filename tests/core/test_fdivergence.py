@@ -282,7 +282,8 @@ def test_construction_in_any_mode():
 
 def test_functions_may_hold_tensors():
     a = torch.tensor(1.5, requires_grad=True)
-    own = FDivergence(*tsallis(a))
+    with pytest.warns(UserWarning, match="requires a gradient and will not get one"):
+        own = FDivergence(*tsallis(a))
     plan = regard.solve(three_rows(), Transport(own))
     assert torch.allclose(plan.weights, regard.solve(three_rows(), Transport(regard.Tsallis(1.5))).weights)
     assert not plan.weights.requires_grad and plan.certificate().holds(1e-10)

@@ -377,6 +377,10 @@ def test_broken_functions():
         call(lambda b, h, i, j: torch.zeros(3))
     with pytest.raises(TypeError, match="returns a tensor of real numbers"):
         call(lambda b, h, i, j: None)
+    held = torch.zeros(1)
+    with pytest.raises(ValueError, match=r"torch\.add_ writes to a captured tensor in place"):
+        regard.prior(lambda b, h, i, j: held.add_(1) * (i - j))
+    assert held == 0
     with pytest.raises(TypeError, match=r"prior\(function\): expected a callable"):
         regard.prior(3.0)
 

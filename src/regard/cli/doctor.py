@@ -81,7 +81,7 @@ def _installation(facts: dict[str, Any]) -> Table:
         line("native engine", engine["reason"].removeprefix("the native engine "))
     cache = facts["cache"]
     kept = f"{cache['libraries']} compiled functions, {cache['bytes'] / 2**20:.1f} of {cache['limit'] / 2**20:.0f} MiB"
-    line("function cache", f"{cache['path']}: {cache['problem'] or kept}")
+    line("function cache", cache["problem"] or f"{cache['path']}: {kept}")
     line("compiler", cache["compiler"] or cache["no_compiler"])
     limit = threads["OMP_NUM_THREADS"]
     line("threads", f"{threads['torch']} (torch.get_num_threads), OMP_NUM_THREADS {limit or 'not set'}")

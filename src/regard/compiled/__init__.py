@@ -1,7 +1,7 @@
 """Functions of users, compiled: tracing (tracing.py, graph.py), C++ text (cpp.py), cached libraries (library.py)."""
 
 from . import pairs
-from .graph import BOOL, INT, REAL, Graph, Untraceable, adjoints, derivative, evaluate
+from .graph import BOOL, INT, REAL, Graph, SideEffect, Untraceable, adjoints, derivative, evaluate
 from .library import Library, Unavailable, load
 from .tracing import Traced, trace
 
@@ -11,6 +11,7 @@ __all__ = [
     "REAL",
     "Graph",
     "Library",
+    "SideEffect",
     "Traced",
     "Unavailable",
     "Untraceable",

@@ -1,4 +1,4 @@
-"""What a score_mod of FlexAttention adds to the score, found on its graph.
+"""The mods of FlexAttention, traced. What a score_mod adds to the score is found on its graph.
 
 score_mod(score, ...) = score + rest, where `rest` does not depend on the score; rest = -inf is a mask. Anything else
 raises Untraceable with the remedy.
@@ -7,9 +7,32 @@ raises Untraceable with the remedy.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
-from .graph import Builder, Graph, Untraceable, pruned
-from .pairs import INPUTS
+from torch import Tensor
+
+from .graph import BOOL, REAL, Builder, Graph, Untraceable, pruned
+from .numbers import trace_numbers
+from .pairs import INPUTS, as_log_prior
+from .tracing import Traced
+
+
+def traced_score_mod(score_mod: Callable[..., Tensor]) -> Traced:
+    """log pi of a score_mod."""
+    try:
+        return trace_numbers(score_mod, (("score", REAL), *INPUTS)).map(additive_part)
+    except Untraceable as error:
+        if "tanh" in str(error) and "softcap" not in str(error):  # an approximation of tanh
+            raise Untraceable(f"{error} (a softcap: use attention(softcap=...))") from error
+        raise
+
+
+def traced_mask_mod(mask_mod: Callable[..., Tensor]) -> Traced:
+    """log pi of a mask_mod."""
+    found = trace_numbers(mask_mod, INPUTS)
+    if found.graph.nodes[found.graph.outputs[0]].kind != BOOL:
+        raise Untraceable("it returned numbers, where truth values were expected")
+    return found.map(as_log_prior)
 
 
 def additive_part(graph: Graph) -> Graph:
@@ -54,6 +77,11 @@ def _remedy(graph: Graph, depends: list[bool], n: int) -> str:
     used = {graph.nodes[m].op for m in range(len(graph.nodes)) if depends[m]}
     if "tanh" in used:
         return "it is not additive in the score (torch.tanh of the score is a softcap: use attention(softcap=...))"
+    if node.op == "log":
+        return (
+            "it is not additive in the score (torch.log of the score): weights that are another function of the score "
+            "are a regulariser, as in Transport(FDivergence(f, link), marginal=Free())"
+        )
     if node.op in ("mul", "div", "neg"):
         return (
             "it multiplies the score, so it is not additive: use Transport(temperature=...) or attention(scale=...) "

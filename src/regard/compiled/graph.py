@@ -22,6 +22,10 @@ class Untraceable(Exception):
     """A function that cannot be compiled. The message is a sentence that names the operation."""
 
 
+class SideEffect(Untraceable):
+    """A function that changes what it reads, so that each call would give another result."""
+
+
 class Node(NamedTuple):
     op: str
     kind: str  # REAL, INT or BOOL

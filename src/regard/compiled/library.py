@@ -33,6 +33,7 @@ logger = logging.getLogger("regard.compiled")
 
 LIMIT_MB = 256  # the size of the cache, unless REGARD_CACHE_MB gives another
 _SUFFIX = ".so"
+_PATIENCE = 300  # seconds after which the compiler is stopped
 _STALE = 3600  # seconds after which a directory of an interrupted compilation is deleted
 _FLAGS = (
     *("-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-w"),
@@ -65,7 +66,7 @@ class Library(NamedTuple):
 class Contents(NamedTuple):
     """What `regard doctor` reports about the cache."""
 
-    path: Path
+    path: Path | None
     files: int
     bytes: int
     limit: int
@@ -78,12 +79,21 @@ class Contents(NamedTuple):
 def compiler() -> list[str]:
     """The command of the C++ compiler: CXX, else c++, g++ or clang++. Raises Unavailable without one."""
     chosen = os.environ.get("CXX")
-    command = shlex.split(chosen) if chosen else []
+    command = _words("CXX")
     for name in command[:1] or ("c++", "g++", "clang++"):
         if path := shutil.which(name):
             return [path, *command[1:]]
     searched = f"CXX={chosen}" if chosen else "c++, g++ or clang++"
     raise Unavailable(f"no C++ compiler was found ({searched}); install one, or name it by CXX")
+
+
+def _words(variable: str) -> list[str]:
+    """The words of an environment variable, as a shell splits them."""
+    text = os.environ.get(variable, "")
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise Unavailable(f"{variable}: expected words as in a shell, got {text!r} ({error})") from None
 
 
 def compiler_version() -> str:
@@ -127,8 +137,15 @@ def directory() -> Path:
     """REGARD_CACHE, else regard below XDG_CACHE_HOME or ~/.cache."""
     if chosen := os.environ.get("REGARD_CACHE"):
         return Path(chosen).absolute()
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base).absolute() / "regard"
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():  # such a value is to be ignored
+        try:
+            base = Path.home() / ".cache"
+        except RuntimeError:
+            base = Path()
+    if not base.is_absolute():  # below the current directory anybody may have put files
+        raise Unavailable("there is no home directory for the cache; name a directory by REGARD_CACHE")
+    return base / "regard"
 
 
 def limit() -> int:
@@ -164,9 +181,20 @@ def checked(path: Path, create: bool = True) -> Path:
         problem = "belongs to another user"
     elif os.name == "posix" and about.st_mode & 0o022:
         problem = "can be written by others (chmod go-w)"
+    elif os.name == "posix" and (above := _replaceable(path)):
+        problem = f"can be replaced by others, who may write to {above}"
     if problem:
         raise Unavailable(f"the cache {path} {problem}, so no code is loaded from it; name another by REGARD_CACHE")
     return path
+
+
+def _replaceable(path: Path) -> Path | None:
+    """A directory above in which anybody may rename what belongs to others."""
+    for above in path.resolve().parents:
+        mode = above.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            return above
+    return None
 
 
 def _entries(path: Path) -> Iterator[os.DirEntry[str]]:
@@ -179,13 +207,14 @@ def _entries(path: Path) -> Iterator[os.DirEntry[str]]:
 
 def contents() -> Contents:
     """What is in the cache."""
-    path, problem, sizes, most = directory(), None, [], 0
+    path, problem, sizes, most = None, None, [], 0
     try:
+        path = directory()
         most = limit()
         checked(path, create=False)
         sizes = [entry.stat(follow_symlinks=False).st_size for entry in _entries(path)]
     except Unavailable as error:
-        problem = str(error) if path.exists() or path.is_symlink() else None
+        problem = str(error) if path is None or path.exists() or path.is_symlink() else None
     return Contents(path, len(sizes), sum(sizes), most, problem)
 
 
@@ -268,7 +297,7 @@ def _load(source: str, isa: str) -> Library:
         raise Unavailable("the headers of the engine (csrc/) are not installed with regard")
     path = checked(directory())
     command = compiler()
-    flags = [*_FLAGS, *_ISA_FLAGS[isa], *shlex.split(os.environ.get("REGARD_CXXFLAGS", ""))]
+    flags = [*_FLAGS, *_ISA_FLAGS[isa], *_words("REGARD_CXXFLAGS")]
     parts = (source, _headers_hash(), repr(flags), isa, _identity(command), __version__)
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     for entry in list(_entries(path)):
@@ -306,7 +335,11 @@ def _build(source: str, key: str, path: Path, command: list[str]) -> Path:
             made = part / f"function{_SUFFIX}"
             call = [*command, "-o", str(made), str(part / "function.cpp")]
             try:
-                done = subprocess.run(call, capture_output=True, text=True, errors="replace", check=False)
+                done = subprocess.run(
+                    call, capture_output=True, text=True, errors="replace", check=False, timeout=_PATIENCE
+                )
+            except subprocess.TimeoutExpired:
+                raise Unavailable(f"the C++ compiler {command[0]} was stopped after {_PATIENCE} s") from None
             except OSError as error:
                 raise Unavailable(f"the C++ compiler {command[0]} does not run: {error}") from None
             if done.returncode or not made.is_file():

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .._compat import READ_A_NUMBER, DispatchMode, tree_flatten, tree_map, writes_to_arguments
-from .graph import BOOL, INT, REAL, Builder, Graph, Slot, Untraceable, pruned
+from .graph import BOOL, INT, REAL, Builder, Graph, SideEffect, Slot, Untraceable, pruned
 from .rules import RULES, Call
 
 
@@ -79,17 +79,23 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return value
 
 
-def trace(
-    function: Callable[..., Tensor], inputs: Sequence[tuple[str, str]], broadcast: bool = True, scalars: bool = False
-) -> Traced:
+def trace(function: Callable[..., Tensor], inputs: Sequence[tuple[str, str]], broadcast: bool = True) -> Traced:
     """Trace function(*inputs), each given as (name, kind). The examples are tensors that broadcast to one shape (each
-    input has a dimension of its own), or (`broadcast=False`) vectors of one length. With `scalars`, the function is one
-    of numbers (FlexAttention's mods), so table[h][i] means table[h, i]."""
-    first, second = (
-        _traced(function, inputs, _examples(inputs, broadcast, sizes), scalars)
-        for sizes in ((2, 3, 5, 7, 6), (3, 2, 7, 4, 8))
-    )
-    same = first.graph == second.graph and len(first.leaves) == len(second.leaves)
+    input has a dimension of its own), or (`broadcast=False`) vectors of one length."""
+    sizes = ((2, 3, 5, 7, 6), (3, 2, 7, 4, 8))
+    return traced_twice(function, inputs, [_examples(inputs, broadcast, given) for given in sizes], Tracer)
+
+
+def traced_twice(
+    function: Callable[..., Tensor],
+    inputs: Sequence[tuple[str, str]],
+    examples: Sequence[list[Tensor]],
+    tracer: type[Tracer],
+) -> Traced:
+    """The graph of a function, which must be the same with both lists of examples."""
+    first, second = (_traced(function, tracer(inputs, given)) for given in examples)
+    same = repr(first.graph) == repr(second.graph)  # equality would separate NaN from itself
+    same = same and len(first.leaves) == len(second.leaves)
     same = same and all(a is b or _equal(a, b) for a, b in zip(first.leaves, second.leaves, strict=True))
     if not same:
         raise Untraceable("the function gives different results when it is called again with tensors of other shapes")
@@ -110,10 +116,8 @@ def _examples(inputs: Sequence[tuple[str, str]], broadcast: bool, sizes: Sequenc
     return examples
 
 
-def _traced(
-    function: Callable[..., Tensor], inputs: Sequence[tuple[str, str]], examples: list[Tensor], scalars: bool
-) -> Traced:
-    mode = _Mode(inputs, examples, scalars)
+def _traced(function: Callable[..., Tensor], mode: Tracer) -> Traced:
+    examples = mode.examples
     shapes = ", ".join(str(list(x.shape)) for x in examples)
     shape = broadcast_shape(*(x.shape for x in examples)) or []
     try:
@@ -156,6 +160,7 @@ def _number(value: object) -> float | int | bool:
     raise Untraceable(f"the function returned {type(value).__name__}, not a tensor")
 
 
+MOST_NODES = 4000  # of a graph; beyond, a compiler takes minutes
 # Operations on shapes. (Some others count as views only because they may return their argument.)
 SHAPES = (
     "select",
@@ -184,10 +189,11 @@ def kind_of(dtype: torch.dtype) -> str:
 
 
 @dataclass
-class _Mode(DispatchMode):
+class Tracer(DispatchMode):
+    """Records what PyTorch does with the examples."""
+
     inputs: Sequence[tuple[str, str]]
     examples: list[Tensor]
-    scalars: bool
     builder: Builder = field(default_factory=Builder)
 
     def __post_init__(self) -> None:
@@ -199,7 +205,6 @@ class _Mode(DispatchMode):
         self.recipe: list[Derived] = []
         self.slots: list[Reference] = []
         self.slot_types: list[Slot] = []
-        self.partial: dict[int, tuple[Tensor, list[Tensor]]] = {}  # table[h] of a table with more dimensions
         self.fresh: set[int] = set()  # tensors that the function made from nothing
         for (name, kind), example in zip(self.inputs, self.examples, strict=True):
             self.keep(example, self.builder.add_node("input", kind, (), name))
@@ -212,6 +217,8 @@ class _Mode(DispatchMode):
     def finish(self, output: int) -> Traced:
         g = self.builder
         graph = pruned(g.nodes, tuple(self.inputs), (), (output,))
+        if len(graph.nodes) > MOST_NODES:
+            raise Untraceable(f"it has {len(graph.nodes)} operations, and at most {MOST_NODES} are compiled")
         used = sorted({graph.nodes[n].value for n in graph.gathers()})  # type: ignore[type-var]
         place = {old: new for new, old in enumerate(used)}
         nodes = tuple(node._replace(value=place[node.value]) if node.op == "gather" else node for node in graph.nodes)
@@ -274,41 +281,55 @@ class _Mode(DispatchMode):
                 "it reads the value of a tensor (data-dependent control flow, `if`, bool(), int() or .item()): "
                 "use torch.where"
             )
-        if not any(id(t) in self.nodes or id(t) in self.partial for t in tensors):
+        if not any(self.tracks(t) for t in tensors):
             return self.aside(func, shown, name, args, kwargs, tensors)
+        if writes_to_arguments(func):
+            raise Untraceable(f"{shown} writes to a tensor in place")
+        return self.operation(func, shown, name, args, kwargs)
+
+    def tracks(self, tensor: Tensor) -> bool:
+        """Whether a tensor depends on the arguments of the function."""
+        return id(tensor) in self.nodes
+
+    def operation(self, func: Any, shown: str, name: str, args: Any, kwargs: Any) -> Any:
+        """An operation on traced tensors."""
         if func.is_view and name in SHAPES:
             raise Untraceable(
                 f"{shown} changes the shape of a tensor of indices, which are combined element by element"
             )
-        if writes_to_arguments(func):
-            raise Untraceable(f"{shown} writes to a tensor in place")
         if name == "index":
             return self.index(args[0], list(args[1]))
         rule = RULES.get(name)
         if func.namespace != "aten" or rule is None:
-            try:
-                with self:
-                    result = func.decompose(*args, **kwargs)
-            except Untraceable as error:
-                raise Untraceable(f"{shown}: {error}") from None
-            if result is NotImplemented:
-                raise Untraceable(f"{shown} is not among the operations that can be compiled")
-            return result
+            return self.decomposed(func, shown, args, kwargs)
         with torch.no_grad():
             result = func(*args, **kwargs)
         if not isinstance(result, Tensor):
             raise Untraceable(f"{shown} is not among the operations that can be compiled")
         kind = kind_of(result.dtype)
-        node = rule(Call(self, shown, name, kind), *args, **kwargs)
-        if not torch.is_grad_enabled() and kind == REAL:
-            node = self.builder.call("stop", node)
-        return self.keep(result, node)
+        return self.keep(result, self.without_gradient(rule(Call(self, shown, name, kind), *args, **kwargs)))
+
+    def decomposed(self, func: Any, shown: str, args: Any, kwargs: Any) -> Any:
+        """An operation that has no rule, by operations that may have one."""
+        try:
+            with self:
+                result = func.decompose(*args, **kwargs)
+        except Untraceable as error:
+            raise Untraceable(f"{shown}: {error}") from None
+        if result is NotImplemented:
+            raise Untraceable(f"{shown} is not among the operations that can be compiled")
+        return result
+
+    def without_gradient(self, node: int) -> int:
+        """The node, whose derivative is zero if the function has disabled gradients."""
+        stopped = not torch.is_grad_enabled() and self.builder.kind(node) == REAL
+        return self.builder.call("stop", node) if stopped else node
 
     def aside(self, func: Any, shown: str, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """An operation on no traced tensor: record it, to repeat it at each use."""
         made = all(id(t) in self.fresh for t in tensors)
         if writes_to_arguments(func) and not made:
-            raise Untraceable(f"{shown} writes to a captured tensor in place")
+            raise SideEffect(f"{shown} writes to a captured tensor in place")
         if name == "lift_fresh":
             made = True
         result = func(*args, **kwargs)
@@ -335,27 +356,24 @@ class _Mode(DispatchMode):
         if id(tensor) in self.nodes:
             raise Untraceable("torch.index reads elements of a computed tensor; only captured tensors can be indexed")
         given = [x for x in indices if x is not None]
-        if id(tensor) in self.partial:
-            tensor, before = self.partial[id(tensor)]
-            given = [*before, *given]
-        if any(x.dtype in (torch.bool, torch.uint8) for x in given):
-            raise Untraceable("torch.index selects by a mask, so the shape of its result depends on the data")
-        shape = broadcast_shape(*(x.shape for x in given)) or []
-        if self.scalars and len(given) < tensor.ndim and not any(x is None for x in indices):
-            part = torch.zeros(*shape, *tensor.shape[len(given) :], dtype=tensor.dtype)
-            self.alive.append(part)
-            self.partial[id(part)] = (tensor, given)
-            return part
+        check_selection(given)
         if len(given) != tensor.ndim or any(x is None for x in indices):
-            raise Untraceable(
-                f"torch.index reads whole rows of a tensor of shape {list(tensor.shape)}: "
-                "give an index for each dimension, as in table[h, i - j]"
-            )
-        zero = torch.zeros(shape, dtype=tensor.dtype)
+            raise whole_rows(tensor)
+        zero = torch.zeros(broadcast_shape(*(x.shape for x in given)) or [], dtype=tensor.dtype)
         node = self.gather(tensor, [self.builder.cast(self.node(x, "torch.index"), INT) for x in given])
-        if not torch.is_grad_enabled() and zero.is_floating_point():
-            node = self.builder.call("stop", node)
-        return self.keep(zero, node)
+        return self.keep(zero, self.without_gradient(node))
+
+
+def check_selection(indices: Sequence[Tensor]) -> None:
+    if any(x.dtype in (torch.bool, torch.uint8) for x in indices):
+        raise Untraceable("torch.index selects by a mask, so the shape of its result depends on the data")
+
+
+def whole_rows(tensor: Tensor) -> Untraceable:
+    return Untraceable(
+        f"torch.index reads whole rows of a tensor of shape {list(tensor.shape)}: "
+        "give an index for each dimension, as in table[h, i - j]"
+    )
 
 
 def _without_grad(func: Any) -> Callable[..., Any]:
