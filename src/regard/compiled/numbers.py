@@ -25,7 +25,7 @@ from .tracing import SHAPES, Traced, Tracer, broadcast_shape, check_selection, k
 
 MOST_ELEMENTS = 512  # of a tensor whose elements become nodes
 
-_STRUCTURE = (*SHAPES, "unbind", "split", "split_with_sizes", "chunk", "expand", "cat", "stack", "flip", "_unsafe_view")
+_STRUCTURE = (*SHAPES, "unbind", "split", "split_with_sizes", "chunk", "expand", "cat", "stack", "flip")
 # Reductions: the operation on two elements, by the kind of the result.
 _REDUCTIONS = {
     **{name: {REAL: "add", INT: "add"} for name in ("sum", "mean")},
