@@ -33,6 +33,7 @@ from .declared import (
 Leaves = dict[str, Tensor]
 Layout = Callable[[Leaves], Leaves]
 LONGEST_WINDOW = 1000  # keys; a larger window is not tested at its edge
+MANY_KEYS = 3000  # so many similar weights that their sum, kept in half precision, no longer grows
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Case:
     lengths: Tensor | None = None
     head: int | None = None  # the loss reads this head only
     reads_lse: bool = False  # the loss reads lse, too
+    forward_only: bool = False  # no gradients: they are too small for the dtype
     exposes: str | None = None  # what a failure of this case alone means
     also_right: Callable[[Call], Call] | None = None  # a second reading of the arguments that is right, too
 
@@ -155,6 +157,7 @@ class Maker:
         name: str,
         *,
         B: int = 2,
+        H: int = 4,
         Tq: int = 17,
         Tk: int | None = None,
         D: int = 16,
@@ -171,7 +174,7 @@ class Maker:
         """One case. `spread` multiplies the scores, `sink` changes the drawn sinks, `mask` and `change` return fields
         that replace those of the case."""
         dtype, draw = dtype or self.dtype, generator(self.seed, name)
-        B, H = self.sizes.B or B, self.sizes.H or 4
+        B, H = self.sizes.B or B, self.sizes.H or H
         Tk = self.sizes.Tk or (Tq if Tk is None else Tk)
         Tq = self.sizes.Tq or Tq
         Hkv = H // group
@@ -272,6 +275,15 @@ class Maker:
                 yield self.case(name, Tq=T, B=many, dtype=dtype)
                 yield self.case(f"{name}, a bias", Tq=T, B=many, dtype=dtype, mask=_bias("BHqk"))
                 yield self.case(f"{name}, shared key heads", Tq=T, B=many, dtype=dtype, group=group, causal=self.plain)
+        halves = (torch.bfloat16, torch.float16) if half else (self.dtype,)
+        for dtype in halves if lengths_vary else ():
+            if dtype in (torch.bfloat16, torch.float16):
+                name = f"{str(dtype).removeprefix('torch.')}, many keys"
+                length = int(MANY_KEYS / (self.sizes.H or 1) ** 0.5)  # the definition takes memory of H * Tk**2
+                shape: dict[str, Any] = {"B": 1, "H": 1, "Tq": 1, "Tk": length}
+                yield self.case(
+                    name, **shape, dtype=dtype, spread=0.1, change=_rising, forward_only=True, exposes="precision"
+                )
 
     def _masked(self, T: int, lengths_vary: bool, B: int) -> Iterator[Case]:
         """Cases that pass `attn_mask`."""
@@ -429,6 +441,13 @@ def _common_offset(case: Case, draw: torch.Generator) -> dict[str, Any]:
         leaves[name] = torch.cat([leaves[name][..., :-1], torch.full_like(leaves[name][..., -1:], size)], -1)
         leaves[name] = _rounded(leaves[name], case.dtype)
     return {"leaves": leaves}
+
+
+def _rising(case: Case, draw: torch.Generator) -> dict[str, Any]:
+    """Values of about 1 in the first half of the keys and of about 3 in the second: sums that stop growing show."""
+    value = case.leaves["value"] * 0.25 + 1
+    value[:, :, value.shape[2] // 2 :] += 2
+    return {"leaves": {**case.leaves, "value": _rounded(value, case.dtype)}}
 
 
 def _transposed(case: Case, draw: torch.Generator) -> dict[str, Any]:

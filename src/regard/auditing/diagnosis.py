@@ -8,9 +8,10 @@ is named by what is wrong: the output, lse or a gradient.
 
 from __future__ import annotations
 
+import itertools
 import math
-import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +23,8 @@ from .hypotheses import HYPOTHESES, Change, Hypothesis
 from .outcomes import Disagreement, Outcome, Parts, agrees, allowances, definition
 
 UNEXPLAINED = ("wrong-output", "wrong-lse", "wrong-gradient")  # names where the mistake is not known
-SECONDS_FOR_PAIRS = 4.0
+MOST_PAIRS = 2500  # of changes that are tried in one audit
+COARSE = 0.2  # of the largest entry of a part: a larger error is no rounding to half precision
 REJECTED = 100.0  # times the allowed error: further away, a hypothesis is given up without its gradients
 _OWN_NAMES = {"attn_mask": "bias-gradient"}  # of the gradient of a leaf; else "<leaf>-gradient"
 
@@ -54,15 +56,18 @@ def diagnose(failures: list[Failure]) -> list[Diagnosis]:
     """One diagnosis for each name, with the cases that show it."""
     candidates: list[Hypothesis] = []  # that explained a case before: tried first
     fruitless: Counter[tuple] = Counter()  # searches that found nothing, by the kind of case
+    imprecise = 0  # of them, in cases that are right to half precision
     for failure in failures:
         kind = _kind(failure.case)
-        of_parameters = {f"gradient of {name}" for name in failure.case.learned}
+        of_parameters = {f"gradient of {name}" for name in (*failure.case.learned, "sink", "attn_mask")}
         if all(one.part in of_parameters for one in failure.wrong):
             failure.explained = _gradients_alone(failure, candidates)
         if not failure.explained:
-            failure.explained = _single_changes(failure, candidates, search=fruitless[kind] < 2)
+            known = imprecise > 2 and _finite(failure) and _is_coarse(failure)
+            failure.explained = _single_changes(failure, candidates, search=fruitless[kind] < 2 and not known)
             failure.explained = failure.explained or _gradients_alone(failure, candidates)
         fruitless[kind] += not failure.explained
+        imprecise += not failure.explained and _finite(failure) and _is_coarse(failure)
     for failure in failures:
         if not failure.explained:
             failure.explained = _explanations(failure, candidates)
@@ -74,6 +79,8 @@ def diagnose(failures: list[Failure]) -> list[Diagnosis]:
     found: list[Diagnosis] = []
     rest = _covered(failures, found)
     rest = [failure for failure in rest if not _by_its_rows(failure, found)]
+    rest = [failure for failure in rest if not _beside_rows_left_empty(failure, found)]
+    rest = [failure for failure in rest if not _as_in_float32(failure, found)]
     rest = _low_precision(rest, found)
     base_is_right = not any(failure.case.exposes is None for failure in rest)
     named = [f for f in rest if f.case.exposes is not None and _shows_its_kind(f, base_is_right)]
@@ -91,8 +98,9 @@ _EXPOSED = {
     "lowest-mask": "a mask filled with the dtype's lowest number gives a wrong result",
     "overflow": "large scores overflow: the maximum is not subtracted, or too late",
     "strides": "inputs that are not contiguous are read wrongly",
+    "precision": "sums over many keys are kept in half precision, where they no longer grow",
 }
-FINITE_EXPOSED = ("lowest-mask", "overflow", "strides")
+FINITE_EXPOSED = ("lowest-mask", "overflow", "strides", "precision")
 PRECISION = (
     "the result is right to half precision only: products or sums are kept in a smaller type than the inputs need"
 )
@@ -279,6 +287,38 @@ def _by_its_rows(failure: Failure, found: list[Diagnosis]) -> bool:
     return True
 
 
+def _beside_rows_left_empty(failure: Failure, found: list[Diagnosis]) -> bool:
+    """Whether a known mistake leaves some rows without keys, where the output is NaN, and explains all others."""
+    output, kinds = failure.outcome.parts["output"], {one.name for one in found}
+    if _finite(failure):
+        return False
+    for hypothesis in HYPOTHESES:
+        if hypothesis.name not in kinds or not _applies(hypothesis, failure.case.call(failure.case.leaves)):
+            continue
+        changed = hypothesis.change(failure.case.call(failure.case.leaves))
+        parts = definition(failure.case, failure.outcome, hypothesis.change, forward_only=True)
+        if changed is None or changed.compute is not None or parts is None:
+            continue
+        empty = ~admissible(changed).any(-1)[..., None]  # [B, H, Tq, 1]
+        masked = {"output": output.where(~(empty & output.isnan()), 0.0)}
+        if bool(empty.any()) and agrees(masked, {"output": parts["output"]}, failure.allowed):
+            found.append(Diagnosis(hypothesis.name, hypothesis.sentence, (failure,)))
+            return True
+    return False
+
+
+def _as_in_float32(failure: Failure, found: list[Diagnosis]) -> bool:
+    """Whether the same gradient alone is wrong in half precision that is explained in another case."""
+    parts = {one.part for one in failure.wrong}
+    if failure.case.dtype not in (torch.float16, torch.bfloat16) or "output" in parts:
+        return False
+    for one in found:
+        if any(parts == {wrong.part for wrong in other.wrong} for other in one.failures):
+            found.append(Diagnosis(one.name, one.sentence, (failure,)))
+            return True
+    return False
+
+
 def _low_precision(rest: list[Failure], found: list[Diagnosis]) -> list[Failure]:
     """Those failures that are not the definition in lower precision; the others are added as one diagnosis."""
     coarse = [failure for failure in rest if _finite(failure) and _is_coarse(failure)]
@@ -293,6 +333,9 @@ def _is_coarse(failure: Failure) -> bool:
     if case.dtype in (torch.float16, torch.bfloat16):
         limit = {name: 8 * allowed for name, allowed in failure.allowed.items()}
         return agrees(outcome.parts, truth, limit)
+    sizes = {name: float(part[part.isfinite()].abs().max()) for name, part in truth.items() if part.isfinite().any()}
+    if any(one.error > COARSE * sizes.get(one.part, 0.0) for one in failure.wrong):
+        return False
     return any(
         agrees(outcome.parts, truth, allowances(case, outcome, truth, dtype=dtype))
         for dtype in (torch.float16, torch.bfloat16)
@@ -303,14 +346,14 @@ def _pairs(rest: list[Failure], found: list[Diagnosis]) -> list[Failure]:
     """Those failures that no two changes explain; the others are added."""
     known = [name for diagnosis in found for name in [diagnosis.name]]
     ordered = sorted(HYPOTHESES, key=lambda h: h.name not in known)
-    until = time.monotonic() + SECONDS_FOR_PAIRS
+    tries = itertools.count()
     useful: list[tuple[Hypothesis, Hypothesis]] = []
     left = []
     for failure in rest:
         pair = None
         if any(one.part == "output" for one in failure.wrong):
             pair = next((p for p in useful if matches(failure, both(*p))), None)
-            pair = pair or _search(failure, ordered, until)
+            pair = pair or _search(failure, ordered, tries)
         if pair is None:
             left.append(failure)
             continue
@@ -321,15 +364,16 @@ def _pairs(rest: list[Failure], found: list[Diagnosis]) -> list[Failure]:
     return left
 
 
-def _search(failure: Failure, ordered: list[Hypothesis], until: float) -> tuple[Hypothesis, Hypothesis] | None:
+def _search(failure: Failure, ordered: list[Hypothesis], tries: Iterator[int]) -> tuple[Hypothesis, Hypothesis] | None:
     call = failure.case.call(failure.case.leaves)
     usable = [h for h in ordered if _applies(h, call)]
-    for n, first in enumerate(usable):
-        for second in usable[n + 1 :]:
-            if time.monotonic() > until:
-                return None
-            if first.name != second.name and matches(failure, both(first, second)):
-                return first, second
+    for first, second in itertools.combinations(usable, 2):
+        if first.name == second.name:
+            continue
+        if next(tries) >= MOST_PAIRS:
+            return None
+        if matches(failure, both(first, second)):
+            return first, second
     return None
 
 

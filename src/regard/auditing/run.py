@@ -19,7 +19,8 @@ from .outcomes import Outcome, WrongShape, allowances, definition, disagreements
 from .report import Audit, Finding, Refusal
 
 Progress = Callable[[str, int, int], None]  # (what is done now, number, of how many)
-REPEATED = ("plain", "across blocks")  # cases that run twice
+REPEATED = ("plain", "across blocks")  # cases that run twice, as do the first failures
+REPEATED_FAILURES = 4
 WARNINGS = frozenset(("output-dtype", "lse-sink"))  # what may be meant so
 _NOTES = {
     "inputs-changed": "the function changes its inputs in place",
@@ -150,8 +151,8 @@ class _Run:
         for name in outcome.notes:
             severity = "warning" if name in WARNINGS else "error"
             self.direct.append(Finding(name, severity, _NOTES[name], (case.name,)))
-        self._compare(case, outcome)
-        if case.name in REPEATED:
+        failed = self._compare(case, outcome)
+        if case.name in REPEATED or (failed and len(self.failures) <= REPEATED_FAILURES):
             self._repeat(case, outcome)
 
     def _give_up_gradients(self, reason: str) -> None:
@@ -162,7 +163,8 @@ class _Run:
             self.refusals.append(Refusal("all further cases, gradients", reason))
 
     def _call(self, case: Case) -> Outcome:
-        return run_function(self.function, self.convention, case, self.device, self.gradients)
+        gradients = self.gradients and not case.forward_only
+        return run_function(self.function, self.convention, case, self.device, gradients)
 
     def _missing_argument(self, case: Case) -> str | None:
         inputs = case.inputs(case.leaves)
@@ -174,7 +176,8 @@ class _Run:
         }
         return next((name for name, wanted in needed.items() if wanted and name not in self.taken), None)
 
-    def _compare(self, case: Case, outcome: Outcome) -> None:
+    def _compare(self, case: Case, outcome: Outcome) -> bool:
+        """Compare with the definition; True if it failed."""
         truth = definition(case, outcome)
         assert truth is not None
         allowed = allowances(case, outcome, truth)
@@ -183,9 +186,10 @@ class _Run:
             other = definition(case, outcome, case.also_right)
             assert other is not None
             if not disagreements(outcome.parts, other, allowances(case, outcome, other, case.also_right)):
-                return
+                return False
         if wrong:
             self.failures.append(Failure(case, outcome, truth, allowed, wrong))
+        return bool(wrong)
 
     def _repeat(self, case: Case, outcome: Outcome) -> None:
         """The same call again: its results must be the same numbers."""
