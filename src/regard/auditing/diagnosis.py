@@ -39,6 +39,7 @@ class Failure:
     allowed: Parts
     wrong: list[Disagreement]
     explained: dict[str, str] = field(default_factory=dict)  # name -> sentence
+    jointly: bool = False  # these explain it together, not each by itself
 
     @property
     def worst(self) -> Disagreement:
@@ -168,6 +169,8 @@ def _matches(failure: Failure, change: Change) -> bool:
             return False
         expected = definition(case, outcome, change)
         assert expected is not None
+        if agrees(expected, failure.truth, allowed):  # the change makes no difference here, so it explains nothing
+            return False
         own = allowances(case, outcome, expected, change)
     except (ValueError, TypeError, RuntimeError):  # the change has no meaning for this problem
         return False
@@ -178,7 +181,10 @@ def _matches(failure: Failure, change: Change) -> bool:
 def _covered(failures: list[Failure], found: list[Diagnosis]) -> list[Failure]:
     """Add the names that explain the most failures; return those without one."""
     order = {name: n for n, name in enumerate(dict.fromkeys(h.name for h in HYPOTHESES))}
-    rest = list(failures)
+    joint = [failure for failure in failures if failure.jointly and failure.explained]
+    for failure in joint:
+        found += [Diagnosis(name, text, (failure,)) for name, text in failure.explained.items()]
+    rest = [failure for failure in failures if failure not in joint]
     while True:
         counts = Counter(name for failure in rest for name in failure.explained)
         if not counts:
@@ -194,7 +200,7 @@ def _covered(failures: list[Failure], found: list[Diagnosis]) -> list[Failure]:
 
 
 def _gradients_alone(failure: Failure, candidates: list[Hypothesis]) -> dict[str, str]:
-    """If only gradients are wrong: the same factor, or a missing part of the sum, in each of them. A factor becomes a
+    """If only gradients are wrong: a factor, or a missing part of the sum, in each of them. The factor of one becomes a
     candidate for other cases."""
     leaves = [one.part.removeprefix("gradient of ") for one in failure.wrong]
     if any(not one.part.startswith("gradient of ") for one in failure.wrong):
@@ -206,11 +212,10 @@ def _gradients_alone(failure: Failure, candidates: list[Hypothesis]) -> dict[str
         return {"gqa-gradient": "the gradient of a shared key head comes from one of its query heads only"}
     names = [_OWN_NAMES.get(leaf, f"{leaf}-gradient") for leaf in leaves]
     texts = [reason[1] for reason in reasons if reason is not None]
-    if len(names) == 1:
-        if leaves[0] in ("query", "key", "value") and reasons[0] is not None and reasons[0][0] == "factor":
-            candidates.append(Hypothesis(names[0], texts[0], _with_factor(leaves[0], reasons[0][2])))
-        return {names[0]: texts[0]}
-    return {"wrong-gradient": "; ".join(texts)}
+    failure.jointly = len(names) > 1
+    if leaves[0] in ("query", "key", "value") and len(leaves) == 1 and reasons[0] and reasons[0][0] == "factor":
+        candidates.append(Hypothesis(names[0], texts[0], _with_factor(leaves[0], reasons[0][2])))
+    return dict(zip(names, texts, strict=True))
 
 
 def _with_factor(name: str, factor: float) -> Change:
