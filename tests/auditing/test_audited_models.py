@@ -74,6 +74,37 @@ def test_sinks_that_are_swallowed(swallowing):
     assert json.loads(found.to_json())["findings"][0]["argument"] == "s_aux"
 
 
+def test_a_mistake_in_one_layer():
+    """The finding names the layer, in every scenario."""
+
+    def function(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        scaling = 1.0 if module.layer_idx == 1 else scaling
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+
+    ALL_ATTENTION_FUNCTIONS.register("second layer", function)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("second layer", sdpa_mask)
+    try:
+        (finding,) = regard.hf.audit(model_of("llama"), ("second layer",)).findings
+    finally:
+        del type(ALL_ATTENTION_FUNCTIONS)._global_mapping["second layer"]
+        del type(ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping["second layer"]
+    assert (finding.name, finding.layer, finding.layers) == ("scale-missing", "model.layers.1.self_attn", 1)
+    assert finding.harm > 0.1 and len(finding.cases) == 6
+
+
+def test_kinds_of_caches(monkeypatch):
+    """Which caches `generate` is run with, by device and by what is installed."""
+    from regard.hf import auditing
+
+    monkeypatch.setattr(auditing, "is_optimum_quanto_available", lambda: False)
+    assert auditing.caches(torch.device("cpu")) == ["dynamic", "static"]
+    assert auditing.caches(torch.device("cuda")) == ["dynamic", "static", "offloaded", "offloaded_static"]
+    monkeypatch.setattr(auditing, "is_optimum_quanto_available", lambda: True)
+    assert auditing.caches(torch.device("cpu")) == ["dynamic", "static", "quantized"]
+
+
 def test_a_configuration():
     found = regard.hf.audit(transformers.GptOssConfig(), ("eager",))
     assert found.passed and len(found.cases) == 6

@@ -20,6 +20,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
+from transformers.utils import is_optimum_quanto_available
 
 from .._validate import describe
 from ..auditing.calls import Call, solve_exactly
@@ -136,8 +137,8 @@ def audit(
 
     `model` is a model, or a configuration, of which a small model with random weights is made. `implementations` are
     names that `attn_implementation` accepts, of transformers, of yours, or registered by `regard.hf.register`. Without
-    `inputs` the model reads random tokens: plainly, padded on either side, packed, and through `generate` with a
-    dynamic and a static cache. `inputs` is what the model is called with instead (token ids, or a dict).
+    `inputs` the model reads random tokens: plainly, padded on either side, packed, and through `generate` with each
+    kind of cache that is possible there. `inputs` is what the model is called with instead (token ids, or a dict).
 
     A finding names the implementation, the first layer, the argument without effect and the change of the logits.
     `allow` names findings that are known and do not count.
@@ -364,6 +365,12 @@ def _difference(found: Tensor, expected: Tensor, scenario: _Scenario) -> float:
     return float(error.nan_to_num(math.inf).max())
 
 
+def caches(device: torch.device) -> list[str]:
+    """The kinds of caches that `generate` can have here. Offloading needs an accelerator, quantization a package."""
+    offloaded = ["offloaded", "offloaded_static"] if device.type != "cpu" else []
+    return ["dynamic", "static", *offloaded, *(["quantized"] if is_optimum_quanto_available() else [])]
+
+
 # --- inputs -----------------------------------------------------------------------------------------------------------
 
 
@@ -406,6 +413,7 @@ def _scenarios(model: Any, inputs: Any, seed: int) -> list[_Scenario]:
         found.append(_Scenario("packed", {"input_ids": ids[:1], "position_ids": positions, "use_cache": False}))
     if generates:
         prompt = {"input_ids": ids, "attention_mask": left}
-        found.append(_Scenario("generate, dynamic cache", prompt, generates=True))
-        found.append(_Scenario("generate, static cache", prompt, generates=True, cache="static"))
+        for kind in caches(device):
+            cache = None if kind == "dynamic" else kind  # the default of `generate`
+            found.append(_Scenario(f"generate, {kind} cache", prompt, generates=True, cache=cache))
     return found
