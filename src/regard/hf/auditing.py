@@ -20,7 +20,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
-from transformers.utils import is_optimum_quanto_available
+from transformers.utils.import_utils import is_optimum_quanto_available
 
 from .._validate import describe
 from ..auditing.calls import Call, solve_exactly
