@@ -49,9 +49,11 @@ class Triton(Backend):
             return "solves rows only (regard.attention reduces rows and columns to rows)"
         if form.family == "fermi_dirac" and form.marginal not in ("rows", "free"):
             return "has Fermi-Dirac with plain rows and a free marginal only"
+        if form.function is not None:
+            return "has no kernel for a prior that is a function (regard.prior, regard.from_flex)"
         if form.hard:
             return "has no temperature 0"
-        if form.first_query or form.first_key:
+        if form.first_query or form.first_key or form.first_batch or form.first_head:
             return "serves whole plans, not blocks of one"
         for name in names:
             if name not in ("out", READOUT) and name not in STATISTICS:
@@ -119,10 +121,10 @@ class Triton(Backend):
             found["out"] = self._empty(form, self.output_shapes(form, ("out",))["out"])
         sums = self._empty(form, (14, *rows)).zero_() if wanted else None
         launch.run(
-            form, "forward_kl", "forward_kl", launch.blocks(form)[0],
-            self._record(form), found.get("out"), found["peak"], found["rest"], found.get("lse"), sums, squares,
-            MARGINAL=form.marginal, PARTS=launch.parts(form), MOMENTS="moments" in groups,
-            SCORES="scores" in groups and form.weighted, COUNTS="counts" in groups, PRIOR="prior" in groups,
+            form, "forward_kl", "forward_kl", self._record(form), found.get("out"), found["peak"], found["rest"],
+            found.get("lse"), sums, squares, MARGINAL=form.marginal, RISING=form.scale >= 0,
+            MOMENTS="moments" in groups, SQUARES="squares" in groups, SCORES="scores" in groups and form.weighted,
+            COUNTS="counts" in groups, PRIOR="prior" in groups,
             SPREAD="spread" in groups, **launch.options(form),
         )  # fmt: skip
         return found if sums is None else found | statistics_kl(form, sums, wanted)
@@ -131,19 +133,19 @@ class Triton(Backend):
         rows = form.shape[:3]
         wanted = names & LINK_GROUPS.keys()
         groups = {group for name in wanted for group in LINK_GROUPS[name]}
-        record, programs = self._record(form), launch.blocks(form)[0]
-        options = launch.options(form) | {"LINK": launch.link(form), "MARGINAL": form.marginal}
+        record = self._record(form)
+        options = launch.options(form) | launch.link_options(form) | {"MARGINAL": form.marginal}
         peak, rest = self._empty(form, rows), self._empty(form, rows)
         if form.marginal != "free":
-            launch.run(form, "search", "find_price", programs, record, peak, rest, None, **options)
+            launch.run(form, "search", "find_price", record, peak, rest, None, **options)
         shape = self.output_shapes(form, ("out",))["out"]
         out = self._empty(form, shape) if names & {"out", "baseline_value"} else None
         baseline = self._empty(form, shape) if "baseline_value" in names else None
         sums = self._empty(form, (17, *rows)).zero_()
         launch.run(
-            form, "forward_link", "forward_link", programs, record, peak, rest, out, baseline, sums, squares,
+            form, "forward_link", "forward_link", record, peak, rest, out, baseline, sums, squares,
             LOGS="logs" in groups or "baseline_log" in names, SCORES="scores" in groups, COUNTS="counts" in groups,
-            VALUE="value" in groups, SPREAD="spread" in groups, **options,
+            VALUE="value" in groups, SPREAD="spread" in groups, TOP="top" in groups, **options,
         )  # fmt: skip
         solved = LinkRows(form, sums, peak, rest, launch.centred(form))
         found = {"peak": peak, "rest": rest} | solved.statistics(wanted)
@@ -166,7 +168,7 @@ class Triton(Backend):
         found = torch.ones((B, Hkv, 1, Tk), dtype=torch.uint8, device=form.key.device)
         record, options = launch.record(form, None), launch.options(form)
         band = {name: options[name] for name in ("LEFT", "RIGHT")}
-        launch.run(form, "backward", "find_readable", launch.blocks(form)[1], record, found, **band)
+        launch.run_by_key(form, "find_readable", record, found, **band)
         return launch.record(form, found)
 
     # --- backward -------------------------------------------------------------------------------------------------
@@ -220,7 +222,7 @@ class Triton(Backend):
         return {slot: results[slot].sum_to_size(tensors[slot].shape).to(tensors[slot].dtype) for slot in needed}
 
     def _options(self, form: Form, grads: dict[str, Tensor]) -> dict[str, Any]:
-        return launch.options(form) | {"LINK": launch.link(form), "ENTROPY": "entropy" in grads}
+        return launch.options(form) | launch.link_options(form) | {"ENTROPY": "entropy" in grads}
 
     def _by_rows(
         self,
@@ -232,9 +234,9 @@ class Triton(Backend):
         grads: dict[str, Tensor],
     ) -> None:
         launch.run(
-            form, "backward", "by_rows", launch.blocks(form)[0],
-            self._record(form), launch.operand(grads.get("out")), outputs["peak"], outputs["rest"], terms.a, terms.b,
-            outputs["dual"], dq, sums, SUMS=sums is not None, **self._options(form, grads),
+            form, "backward", "by_rows", self._record(form), launch.operand(grads.get("out")), outputs["peak"],
+            outputs["rest"], terms.a, terms.b, outputs["dual"], dq, sums, SUMS=sums is not None,
+            **self._options(form, grads),
         )  # fmt: skip
 
     def _by_columns(
@@ -245,11 +247,10 @@ class Triton(Backend):
         terms: Any = None,
         grads: dict[str, Tensor] | None = None,
     ) -> None:
-        launch.run(
-            form, "backward", "by_columns", launch.blocks(form)[1],
-            self._record(form), launch.operand((grads or {}).get("out")), outputs["peak"], outputs["rest"],
-            None if terms is None else terms.a, None if terms is None else terms.b, fields.get("dk"), fields.get("dv"),
-            fields.get("key_g"), fields.get("key_mass"), **self._options(form, grads or {}),
+        launch.run_by_key(
+            form, "by_columns", self._record(form), launch.operand((grads or {}).get("out")), outputs["peak"],
+            outputs["rest"], None if terms is None else terms.a, None if terms is None else terms.b, fields.get("dk"),
+            fields.get("dv"), fields.get("key_g"), fields.get("key_mass"), **self._options(form, grads or {}),
         )  # fmt: skip
 
     def _by_pairs(
@@ -280,12 +281,11 @@ class Triton(Backend):
         B, H, _, Tk = form.shape
         assert form.query is not None
         pairs = torch.zeros((B, H, n, Tk), dtype=form.dtype, device=form.query.device)
-        tile = launch.tile(form)
-        launch.run(
-            form, "backward", "by_pairs", B * H * -(-n // tile["BM"]) * -(-Tk // tile["BN"]),
-            record, launch.operand((grads or {}).get("out")), outputs["peak"], outputs["rest"],
+        options = {name: value for name, value in self._options(form, grads or {}).items() if name != "PARTS"}
+        launch.run_pairs(
+            form, n, record, launch.operand((grads or {}).get("out")), outputs["peak"], outputs["rest"],
             None if terms is None else terms.a, None if terms is None else terms.b, pairs, first, n,
-            AS_SCORE=as_score, AS_PLAN=terms is None, **self._options(form, grads or {}),
+            AS_SCORE=as_score, AS_PLAN=terms is None, **options,
         )  # fmt: skip
         return pairs
 

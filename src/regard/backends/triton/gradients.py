@@ -50,7 +50,8 @@ def _terms_link(form: Form, outputs: dict[str, Tensor], grads: dict[str, Tensor]
         add = h * (outputs["entropy"] - torch.where(log_mass == -torch.inf, 0.0, log_mass))
         b = h * LN2
     idle = outputs["peak"] == -torch.inf
-    return RowTerms(*(torch.where(idle, 0.0, t).contiguous() for t in (base + add, b, base)))
+    invalid = torch.where(outputs["peak"].isnan(), math.nan, 0.0)  # w alone need not show it (kernels/links.py)
+    return RowTerms(*(torch.where(idle, 0.0, t).contiguous() for t in (base + add + invalid, b, base)))
 
 
 def _terms_kl(form: Form, outputs: dict[str, Tensor], grads: dict[str, Tensor]) -> RowTerms:

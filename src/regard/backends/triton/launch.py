@@ -14,6 +14,7 @@ from torch import Tensor
 from ..._compat import constant_when_traced
 from ..._validate import Scalar
 from ...form import Form
+from .schedule import schedule
 
 MARGINALS = ("rows", "sink", "relax", "free")
 LARGEST_HEAD = 256
@@ -35,19 +36,43 @@ def kernels(name: str) -> Any:
     return importlib.import_module(f"{__package__}.kernels.{name}")
 
 
-def run(form: Form, module: str, kernel: str, programs: int, *arguments: Any, **constants: Any) -> None:
-    """Start a kernel on the device of the form. (Triton takes the current device, whatever the tensors are on.)"""
-    assert form.query is not None
-    with torch.cuda.device_of(form.query):  # does nothing for a CPU tensor
-        getattr(kernels(module), kernel)[(programs,)](*arguments, **constants, **tile(form))
+def run(form: Form, module: str, kernel: str, problem: Any, *arguments: Any, **constants: Any) -> None:
+    """Start a kernel of BM queries per program on the device of the form, with the blocks that it visits."""
+    size = tile(form, kernel)
+    B, H, Tq, _ = form.shape
+    if parts(form):
+        order, counts = schedule(form, size["BM"], size["BN"])
+        problem = problem._replace(rows_order=operand(order), rows_counts=operand(counts))
+    _start(form, module, kernel, B * H * -(-Tq // size["BM"]), (problem, *arguments), constants | size)
 
 
-def blocks(form: Form) -> tuple[int, int]:
-    """The programs of a kernel that owns blocks of queries, and of one that owns blocks of keys."""
+def run_by_key(form: Form, kernel: str, problem: Any, *arguments: Any, **constants: Any) -> None:
+    """The same with BN keys of a key head per program."""
     assert form.key is not None
-    B, H, Tq, Tk = form.shape
-    size = tile(form)
-    return B * H * -(-Tq // size["BM"]), B * form.key.shape[1] * -(-Tk // size["BN"])
+    size = tile(form, kernel)
+    B, _, _, Tk = form.shape
+    if parts(form):
+        order, counts = schedule(form, size["BM"], size["BN"], by_key=True)
+        problem = problem._replace(columns_order=operand(order), columns_counts=operand(counts))
+    programs = B * form.key.shape[1] * -(-Tk // size["BN"])
+    _start(form, "backward", kernel, programs, (problem, *arguments), constants | size)
+
+
+def run_pairs(form: Form, n: int, problem: Any, *arguments: Any, **constants: Any) -> None:
+    """The same with BM x BN pairs per program, for n queries."""
+    size = tile(form, "by_pairs")
+    B, H, _, Tk = form.shape
+    programs = B * H * -(-n // size["BM"]) * -(-Tk // size["BN"])
+    _start(form, "backward", "by_pairs", programs, (problem, *arguments), constants | size)
+
+
+def _start(
+    form: Form, module: str, kernel: str, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]
+) -> None:
+    assert form.query is not None
+    # Triton takes the current device, whatever the tensors are on. For a CPU tensor this does nothing.
+    with torch.cuda.device_of(form.query):
+        getattr(kernels(module), kernel)[(programs,)](*arguments, **constants)
 
 
 def operand(tensor: Tensor | None) -> Any:
@@ -102,6 +127,10 @@ def record(form: Form, readable: Tensor | None) -> Any:
         selected_block=form.selected_block,
         tile_map=operand(form.tile_map),
         tiles=form.tiles,
+        rows_order=None,
+        rows_counts=None,
+        columns_order=None,
+        columns_counts=None,
         query_ids=operand(form.query_ids),
         key_ids=operand(form.key_ids),
         dropout_key=operand(form.dropout_key),
@@ -149,6 +178,7 @@ def options(form: Form) -> dict[str, Any]:
     assert form.query is not None and form.value is not None
     D, DV = form.query.shape[3], form.value.shape[3]
     return {
+        "PARTS": parts(form),
         "LEFT": form.left is not None,
         "RIGHT": form.right is not None,
         "WEIGHTED": form.weighted,
@@ -161,20 +191,43 @@ def options(form: Form) -> dict[str, Any]:
     }
 
 
-def tile(form: Form) -> dict[str, Any]:
+def link_options(form: Form) -> dict[str, Any]:
+    """The arguments that the kernels of a link are compiled for. In float32 the logarithm keeps all its digits."""
+    assert form.query is not None
+    fast = form.query.dtype != torch.float32 and form.query.is_cuda and torch.version.hip is None
+    return {"LINK": link(form), "FAST": fast and not interpreting()}
+
+
+def tile(form: Form, kernel: str) -> dict[str, Any]:
     """Queries and keys of a tile, and how a kernel is launched."""
     assert form.query is not None and form.value is not None
     _, _, Tq, Tk = form.shape
     if interpreting():  # the cost is per operation on a tile
         return {"BM": min(64, power_of_two(Tq)), "BN": min(64, power_of_two(Tk))}
-    return configuration(Tq, max(form.query.shape[3], form.value.shape[3]))
+    half = form.query.dtype != torch.float32 and form.value.dtype != torch.float32
+    return configuration(kernel, Tq, max(form.query.shape[3], form.value.shape[3]), half, torch.version.hip is not None)
 
 
-def configuration(Tq: int, D: int) -> dict[str, Any]:
-    """The launch of a kernel for this head size. tests/gpu/ahead_of_time.py checks registers and memory."""
-    rows = 16 if Tq <= 16 else 64
-    warps, stages = 4 if D <= 64 else 8, 3 if D <= 64 else 2 if D <= 128 else 1
-    return {"BM": rows, "BN": 32, "num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+# Queries and keys of a tile, warps and stages of a kernel, by the largest head size. tests/gpu/ahead_of_time.py reads
+# registers, stack and shared memory of each from the machine code.
+_TILES = {
+    "forward_kl": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
+    "forward_link": {64: (128, 64, 8, 2), 128: (64, 64, 8, 1), 256: (64, 32, 8, 1)},
+    "find_price": {64: (64, 32, 4, 3), 128: (64, 32, 4, 2), 256: (64, 32, 8, 1)},
+    "by_rows": {64: (128, 64, 8, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 1)},
+    "by_columns": {64: (32, 128, 8, 1), 128: (64, 64, 8, 1), 256: (32, 64, 8, 1)},
+}
+_SMALL = {64: (64, 32, 4, 2), 128: (64, 32, 8, 2), 256: (64, 32, 8, 1)}  # AMD, float32 and rare kernels
+
+
+def configuration(kernel: str, Tq: int, D: int, half: bool = True, hip: bool = False) -> dict[str, Any]:
+    """The launch of a kernel for this head size."""
+    size = 64 if D <= 64 else 128 if D <= 128 else 256
+    table = _TILES[kernel] if kernel in _TILES and half and not hip else _SMALL
+    BM, BN, warps, stages = table[size]
+    if Tq <= 16:
+        BM, BN, warps, stages = 16, 64 if half else 32, 4, 2 if D <= 128 and half else 1
+    return {"BM": BM, "BN": BN, "num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
 
 
 def link(form: Form) -> str:

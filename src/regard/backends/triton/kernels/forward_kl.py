@@ -8,7 +8,7 @@
         o <- sums of weights v
 
 Row sums become statistics in ../statistics.py. Each group of sums is compiled only where it is asked for:
-MOMENTS: e1, e2. SCORES: sums of the scores themselves, from an anchor, where a prior separates them from x.
+MOMENTS: e1. SQUARES: e2. SCORES: sums of the scores themselves, from an anchor, where a prior separates them from x.
 COUNTS: admissible keys, sum of squared weights, weight of the first key. PRIOR: the prior's own mass. SPREAD: |v|^2.
 """
 
@@ -22,12 +22,14 @@ from .tiles import (
     NOTHING,
     admissible,
     dropout_factor,
-    key_range,
+    key_tile,
+    key_tiles,
     load_keys,
     load_squares,
     load_values,
     load_vectors,
     log_prior,
+    precise_product,
     product,
     program,
     row_count,
@@ -40,33 +42,49 @@ FAR = tl.constexpr(-16384.0)  # a shift of the maximum beyond which old sums are
 
 @triton.jit
 def walk(
-    p, b, h, kv, rows, q, c, squares, start, stop, state,
+    p, b, h, kv, block, rows, q, c, squares, start, stop, state,
     MASKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, WEIGHTED: tl.constexpr, MOMENTS: tl.constexpr,
-    SCORES: tl.constexpr, COUNTS: tl.constexpr, PRIOR: tl.constexpr, SPREAD: tl.constexpr, D: tl.constexpr,
+    SQUARES: tl.constexpr, SCORES: tl.constexpr, COUNTS: tl.constexpr, PRIOR: tl.constexpr, SPREAD: tl.constexpr,
+    D: tl.constexpr,
     DV: tl.constexpr, PAD: tl.constexpr, PADV: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
+    WIDEN: tl.constexpr, RISING: tl.constexpr,
 ):  # fmt: skip
-    """One walk over keys start ... stop, which adds to the sums of `state`. MASKED: some pairs may not be read."""
+    """One walk over the tiles start ... stop, which adds to the sums of `state`. MASKED: some pairs may not be read."""
+    # Without other parts the score is a multiple of the product, and so is the largest one of a row.
+    PLAIN: tl.constexpr = (
+        not MASKED and not WEIGHTED and not COUNTS and RISING and p.softcap is None and p.score_bias is None
+    )
     o, m, z, e1, e2, s1, s2, anchor, top, count, collision, first, prior_top, prior_sum, spread = state
-    for j in tl.range(start, stop, BN):
+    for n in tl.range(start, stop):
+        j = key_tile(p, b, h, block, n, BN)
         cols = j + tl.arange(0, BN)
-        k = load_keys(p, b, kv, cols, D, PAD)
-        inside = (rows < p.Tq)[:, None] & (cols < p.Tk)[None, :]
-        s, _ = scores(p, q, k, b, h, rows, cols, inside, PRECISION, WIDEN)
-        x = s * c[:, None]
+        k = load_keys(p, b, kv, j, D, PAD, BN, MASKED)
+        i, at_cols = rows[:, None], cols[None, :]
+        inside = (i < p.Tq) & (at_cols < p.Tk)
+        products = product(q, tl.trans(k), PRECISION, WIDEN)
+        if PLAIN:
+            s = products
+            factor = c * p.scale
+            highest = tl.max(s, 1) * factor
+            x = s * factor[:, None]
+        else:
+            s, _ = scores(p, products, b, h, i, at_cols, inside, MASKED)
+            x = s * c[:, None]
         if WEIGHTED:
-            prior = log_prior(p, b, h, rows, cols, inside)
+            prior = log_prior(p, b, h, i, at_cols, inside)
             x += prior
         ok = inside
         if MASKED:
-            ok = admissible(p, b, h, rows, cols, LEFT, RIGHT)
+            ok = admissible(p, b, h, i, at_cols, LEFT, RIGHT)
             if p.density is not None:
                 # A key of density 0 has no weight, but its score shows if it is NaN.
                 x = tl.where(prior == NOTHING, tl.where(s == s, NOTHING, s), x)
             if p.density is None:
                 x = tl.maximum(x, LOWEST, propagate_nan=tl.PropagateNan.ALL)
             x = tl.where(ok, x, NOTHING)
-        new = tl.maximum(m, tl.max(x, 1), propagate_nan=tl.PropagateNan.ALL)
+        if not PLAIN:
+            highest = tl.max(x, 1)
+        new = tl.maximum(m, highest, propagate_nan=tl.PropagateNan.ALL)
         shifted = new
         if MASKED:
             shifted = tl.where(new == NOTHING, 0.0, new)
@@ -80,7 +98,8 @@ def walk(
             if MASKED:
                 moved = tl.where(x == NOTHING, 0.0, t)
             part = weights * moved
-            e2 = old * (e2 + shift * (2 * e1 + shift * z)) + tl.sum(part * moved, 1)
+            if SQUARES:
+                e2 = old * (e2 + shift * (2 * e1 + shift * z)) + tl.sum(part * moved, 1)
             e1 = old * (e1 + shift * z) + tl.sum(part, 1)
         if SCORES:
             own = s
@@ -113,12 +132,12 @@ def walk(
             spread = spread * old + tl.sum(weights * square[None, :], 1)
         sent = weights
         if p.dropout_key is not None:
-            sent = weights * dropout_factor(p, b, h, rows, cols)
-        v = load_values(p, b, kv, cols, DV, PADV)
+            sent = weights * dropout_factor(p, b, h, i, at_cols)
+        v = load_values(p, b, kv, j, DV, PADV, BN, MASKED)
         if SPREAD:  # the spread is a difference of squares: rounded weights would lose its digits
-            o = o * old[:, None] + product(sent, v.to(tl.float32), PRECISION, WIDEN)
+            o = precise_product(sent, v, PRECISION, WIDEN, o * old[:, None])
         else:
-            o = o * old[:, None] + product(sent.to(p.value.data.dtype.element_ty), v, PRECISION, WIDEN)
+            o = product(sent.to(p.value.data.dtype.element_ty), v, PRECISION, WIDEN, o * old[:, None])
         m = new
     return o, m, z, e1, e2, s1, s2, anchor, top, count, collision, first, prior_top, prior_sum, spread
 
@@ -127,7 +146,8 @@ def walk(
 def forward_kl(
     p, out, peak, rest, lse, sums, squares,
     MARGINAL: tl.constexpr, PARTS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, WEIGHTED: tl.constexpr,
-    MOMENTS: tl.constexpr, SCORES: tl.constexpr, COUNTS: tl.constexpr, PRIOR: tl.constexpr, SPREAD: tl.constexpr,
+    MOMENTS: tl.constexpr, SQUARES: tl.constexpr, SCORES: tl.constexpr, COUNTS: tl.constexpr, PRIOR: tl.constexpr,
+    SPREAD: tl.constexpr, RISING: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, PAD: tl.constexpr, PADV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -140,7 +160,6 @@ def forward_kl(
     b, h = head // p.H, head % p.H
     kv = h // p.group
     rows = block * BM + tl.arange(0, BM)
-    last = tl.minimum(block * BM + BM, p.Tq) - 1
     q = load_vectors(p.query, b, h, rows, rows < p.Tq, D, PAD)
     tau = row_parameter(p.temperature, p.temperature_value, b, h, rows, p.Tq, BM)
     c = (1.0 / tau) * LOG2E
@@ -150,22 +169,20 @@ def forward_kl(
         tl.zeros((BM, PADV), tl.float32), nothing, zero, zero, zero, zero, zero, zero, nothing, zero, zero, nothing,
         nothing, zero, zero,
     )  # fmt: skip
-    start, full, rest_, stop = key_range(p, block * BM, last, LEFT, RIGHT, BN)
-    if PARTS:
-        full = stop
+    start, full, rest_, stop = key_tiles(p, b, h, block, LEFT, RIGHT, BM, BN)
     if LEFT or PARTS:
         state = walk(
-            p, b, h, kv, rows, q, c, squares, start, full, state, True, LEFT, RIGHT, WEIGHTED, MOMENTS, SCORES,
-            COUNTS, PRIOR, SPREAD, D, DV, PAD, PADV, BN, PRECISION, WIDEN,
+            p, b, h, kv, block, rows, q, c, squares, start, full, state, True, LEFT, RIGHT, WEIGHTED, MOMENTS, SQUARES,
+            SCORES, COUNTS, PRIOR, SPREAD, D, DV, PAD, PADV, BN, PRECISION, WIDEN, RISING,
         )  # fmt: skip
+    state = walk(
+        p, b, h, kv, block, rows, q, c, squares, full, rest_, state, False, LEFT, RIGHT, WEIGHTED, MOMENTS, SQUARES,
+        SCORES, COUNTS, PRIOR, SPREAD, D, DV, PAD, PADV, BN, PRECISION, WIDEN, RISING,
+    )  # fmt: skip
     if not PARTS:
         state = walk(
-            p, b, h, kv, rows, q, c, squares, full, rest_, state, False, LEFT, RIGHT, WEIGHTED, MOMENTS, SCORES,
-            COUNTS, PRIOR, SPREAD, D, DV, PAD, PADV, BN, PRECISION, WIDEN,
-        )  # fmt: skip
-        state = walk(
-            p, b, h, kv, rows, q, c, squares, rest_, stop, state, True, LEFT, RIGHT, WEIGHTED, MOMENTS, SCORES,
-            COUNTS, PRIOR, SPREAD, D, DV, PAD, PADV, BN, PRECISION, WIDEN,
+            p, b, h, kv, block, rows, q, c, squares, rest_, stop, state, True, LEFT, RIGHT, WEIGHTED, MOMENTS, SQUARES,
+            SCORES, COUNTS, PRIOR, SPREAD, D, DV, PAD, PADV, BN, PRECISION, WIDEN, RISING,
         )  # fmt: skip
     o, m, z, e1, e2, s1, s2, anchor, top, count, collision, first, prior_top, prior_sum, spread = state
 
@@ -225,7 +242,8 @@ def forward_kl(
         tl.store(sums + 2 * n_rows + flat, factor, mask=ok)
         if MOMENTS:
             tl.store(sums + 3 * n_rows + flat, e1, mask=ok)
-            tl.store(sums + 4 * n_rows + flat, e2, mask=ok)
+            if SQUARES:
+                tl.store(sums + 4 * n_rows + flat, e2, mask=ok)
         if SCORES:
             tl.store(sums + 5 * n_rows + flat, s1, mask=ok)
             tl.store(sums + 6 * n_rows + flat, s2, mask=ok)

@@ -16,10 +16,12 @@ from .search import tile_of_x
 from .tiles import (
     NOTHING,
     dropout_factor,
-    key_range,
+    key_tile,
+    key_tiles,
     load_squares,
     load_values,
     load_vectors,
+    precise_product,
     product,
     program,
     row_count,
@@ -28,56 +30,37 @@ from .tiles import (
 
 
 @triton.jit
-def forward_link(
-    p, peaks, rests, out, baseline, sums, squares,
-    MARGINAL: tl.constexpr, LINK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, WEIGHTED: tl.constexpr,
+def walk(
+    p, b, h, kv, block, rows, q, c, beta, anchor, rest, idle, squares, start, stop, state,
+    MASKED: tl.constexpr, LINK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, WEIGHTED: tl.constexpr,
     LOGS: tl.constexpr, SCORES: tl.constexpr, COUNTS: tl.constexpr, VALUE: tl.constexpr, SPREAD: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, PAD: tl.constexpr, PADV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    TOP: tl.constexpr, OUT: tl.constexpr, BASELINE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    PAD: tl.constexpr, PADV: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
-    """`out`, `baseline` [B, H, Tq, DV]: sums of p v and w v, or None; `sums` [17, B, H, Tq]. The price of free rows is
-    known, and is stored here."""
+    """One walk over the tiles start ... stop, which adds to the sums of `state`. MASKED: some pairs may not be read."""
     ORIGIN: tl.constexpr = 1.0 if LINK == "centred" else 0.0
-    block, head = program(p.Tq, BM)
-    b, h = head // p.H, head % p.H
-    kv = h // p.group
-    rows = block * BM + tl.arange(0, BM)
-    ok = rows < p.Tq
-    flat = head.to(tl.int64) * p.Tq + rows
-    tau = row_parameter(p.temperature, p.temperature_value, b, h, rows, p.Tq, BM)
-    alpha = row_parameter(p.alpha, p.alpha_value, b, h, rows, p.Tq, BM)
-    level = row_parameter(p.level, p.level_value, b, h, rows, p.Tq, BM)
-    c = factor_of(alpha, tau, LINK)
-    if MARGINAL == "free":
-        peak = tl.zeros((BM,), tl.float32)
-        rest = level * c
-    else:
-        peak = tl.load(peaks + flat, mask=ok, other=NOTHING)
-        rest = tl.load(rests + flat, mask=ok, other=NOTHING)
-    idle = peak == NOTHING
-    anchor = tl.where(idle, 0.0, peak)
-    q = load_vectors(p.query, b, h, rows, ok, D, PAD)
-    o = tl.zeros((BM, PADV), tl.float32)
-    o_w = tl.zeros((BM, PADV), tl.float32)
-    zero = tl.zeros((BM,), tl.float32)
-    nothing = zero + NOTHING
-    mass, slope, logs, w_logs, s1, s2, count, support, collision = zero, zero, zero, zero, zero, zero, zero, zero, zero
-    first, heaviest, prior_mass, log_prior, value, spread = zero, zero, zero, zero, zero, zero
-    top, reference = nothing, zero
-    last = tl.minimum(block * BM + BM, p.Tq) - 1
-    start, _, _, stop = key_range(p, block * BM, last, LEFT, RIGHT, BN)
-    for j in tl.range(start, stop, BN):
+    (o, o_w, mass, slope, logs, w_logs, s1, s2, count, support, collision, first, heaviest, prior_mass, log_prior,
+    value,
+     spread, top, reference) = state  # fmt: skip
+    for n in tl.range(start, stop):
+        j = key_tile(p, b, h, block, n, BN)
         cols = j + tl.arange(0, BN)
-        x, prior = tile_of_x(p, q, b, h, kv, rows, cols, c, LEFT, RIGHT, WEIGHTED, D, PAD, PRECISION, WIDEN)
+        x, prior = tile_of_x(p, q, b, h, kv, rows, j, c, MASKED, LEFT, RIGHT, WEIGHTED, D, PAD, BN, PRECISION, WIDEN)
         some = x != NOTHING
-        d = tl.where(some & ~idle[:, None], x - anchor[:, None] + rest[:, None], NOTHING)
-        weights, w = link(d, prior, alpha[:, None], LINK, WEIGHTED)
-        weights = tl.where(some, weights, 0.0)
-        w = tl.where(some, w, 0.0)
+        d = x - anchor[:, None] + rest[:, None]
+        if MASKED:
+            d = tl.where(some & ~idle[:, None], d, NOTHING)
+        weights, w = link(d, prior, beta[:, None], LINK, WEIGHTED, FAST)
+        if MASKED:
+            weights = tl.where(some, weights, 0.0)
+            w = tl.where(some, w, 0.0)
         mass += tl.sum(weights, 1)
         slope += tl.sum(w, 1)
-        best = tl.max(x, 1)
-        heaviest = tl.maximum(heaviest, tl.max(weights, 1))
+        if TOP or SCORES:
+            best = tl.max(x, 1)
+        if TOP:
+            heaviest = tl.maximum(heaviest, tl.max(weights, 1))
         if LOGS:
             log_p = tl.math.log2(tl.where(weights > 0, weights, 1.0))
             logs += tl.sum(weights * log_p, 1)
@@ -89,7 +72,8 @@ def forward_link(
             away = tl.where(weights > 0, x - reference[:, None], 0.0)
             s1 += tl.sum(weights * away, 1)
             s2 += tl.sum(weights * away * away, 1)
-        top = tl.maximum(top, best)
+        if TOP or SCORES:
+            top = tl.maximum(top, best)
         if COUNTS:
             count += tl.sum(some.to(tl.float32), 1)
             support += tl.sum((some & has_weight(d, prior, LINK, WEIGHTED)).to(tl.float32), 1)
@@ -105,17 +89,86 @@ def forward_link(
         if SPREAD:
             spread += tl.sum(weights * load_squares(squares, p, b, kv, cols)[None, :], 1)
         if p.dropout_key is not None:
-            kept = dropout_factor(p, b, h, rows, cols)
+            kept = dropout_factor(p, b, h, rows[:, None], cols[None, :])
             weights = weights * kept
             w = w * kept
-        if out is not None:
-            v = load_values(p, b, kv, cols, DV, PADV)
+        if OUT:
+            v = load_values(p, b, kv, j, DV, PADV, BN, MASKED)
             if SPREAD:  # the spread is a difference of squares: rounded weights would lose its digits
-                o += product(weights, v.to(tl.float32), PRECISION, WIDEN)
+                o = precise_product(weights, v, PRECISION, WIDEN, o)
             else:
-                o += product(weights.to(p.value.data.dtype.element_ty), v, PRECISION, WIDEN)
-            if baseline is not None:
-                o_w += product(w.to(p.value.data.dtype.element_ty), v, PRECISION, WIDEN)
+                o = product(weights.to(p.value.data.dtype.element_ty), v, PRECISION, WIDEN, o)
+            if BASELINE:
+                o_w = product(w.to(p.value.data.dtype.element_ty), v, PRECISION, WIDEN, o_w)
+    return (
+        o, o_w, mass, slope, logs, w_logs, s1, s2, count, support, collision, first, heaviest, prior_mass, log_prior,
+        value, spread, top, reference,
+    )  # fmt: skip
+
+
+@triton.jit
+def forward_link(
+    p, peaks, rests, out, baseline, sums, squares,
+    MARGINAL: tl.constexpr, LINK: tl.constexpr, PARTS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    WEIGHTED: tl.constexpr, LOGS: tl.constexpr, SCORES: tl.constexpr, COUNTS: tl.constexpr, VALUE: tl.constexpr,
+    SPREAD: tl.constexpr,
+    TOP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAD: tl.constexpr, PADV: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """`out`, `baseline` [B, H, Tq, DV]: sums of p v and w v, or None; `sums` [17, B, H, Tq]. The price of free rows is
+    known, and is stored here."""
+    OUT: tl.constexpr = out is not None
+    BASELINE: tl.constexpr = baseline is not None
+    block, head = program(p.Tq, BM)
+    b, h = head // p.H, head % p.H
+    kv = h // p.group
+    rows = block * BM + tl.arange(0, BM)
+    ok = rows < p.Tq
+    flat = head.to(tl.int64) * p.Tq + rows
+    tau = row_parameter(p.temperature, p.temperature_value, b, h, rows, p.Tq, BM)
+    alpha = row_parameter(p.alpha, p.alpha_value, b, h, rows, p.Tq, BM)
+    level = row_parameter(p.level, p.level_value, b, h, rows, p.Tq, BM)
+    c = factor_of(alpha, tau, LINK)
+    beta = 1.0 / (alpha - 1.0)
+    if MARGINAL == "free":
+        peak = tl.zeros((BM,), tl.float32)
+        rest = level * c
+    else:
+        peak = tl.load(peaks + flat, mask=ok, other=NOTHING)
+        rest = tl.load(rests + flat, mask=ok, other=NOTHING)
+    idle = peak == NOTHING
+    anchor = tl.where(idle, 0.0, peak)
+    q = load_vectors(p.query, b, h, rows, ok, D, PAD)
+    zero = tl.zeros((BM,), tl.float32)
+    nothing = zero + NOTHING
+    state = (
+        tl.zeros((BM, PADV), tl.float32), tl.zeros((BM, PADV), tl.float32), zero, zero, zero, zero, zero, zero, zero,
+        zero, zero, zero, zero, zero, zero, zero, zero, nothing, zero,
+    )  # fmt: skip
+    start, full, rest_, stop = key_tiles(p, b, h, block, LEFT, RIGHT, BM, BN)
+    if LEFT or PARTS:
+        state = walk(
+            p, b, h, kv, block, rows, q, c, beta, anchor, rest, idle, squares, start, full, state, True, LINK, LEFT,
+            RIGHT,
+            WEIGHTED, LOGS, SCORES, COUNTS, VALUE, SPREAD, TOP, OUT, BASELINE, D, DV, PAD, PADV, BN, PRECISION, WIDEN,
+            FAST,
+        )  # fmt: skip
+    state = walk(
+        p, b, h, kv, block, rows, q, c, beta, anchor, rest, idle, squares, full, rest_, state, False, LINK, LEFT, RIGHT,
+        WEIGHTED, LOGS, SCORES, COUNTS, VALUE, SPREAD, TOP, OUT, BASELINE, D, DV, PAD, PADV, BN, PRECISION, WIDEN,
+        FAST,
+    )  # fmt: skip
+    if not PARTS:
+        state = walk(
+            p, b, h, kv, block, rows, q, c, beta, anchor, rest, idle, squares, rest_, stop, state, True, LINK, LEFT,
+            RIGHT,
+            WEIGHTED, LOGS, SCORES, COUNTS, VALUE, SPREAD, TOP, OUT, BASELINE, D, DV, PAD, PADV, BN, PRECISION, WIDEN,
+            FAST,
+        )  # fmt: skip
+    (o, o_w, mass, slope, logs, w_logs, s1, s2, count, support, collision, first, heaviest, prior_mass, log_prior,
+    value,
+     spread, top, reference) = state  # fmt: skip
     columns = tl.arange(0, PADV)
     inside = ok[:, None] & (columns < DV)[None, :]
     if out is not None:
@@ -128,8 +181,9 @@ def forward_link(
     n_rows = row_count(p, BM)
     tl.store(sums + flat, mass, mask=ok)
     tl.store(sums + n_rows + flat, slope, mask=ok)
-    tl.store(sums + 2 * n_rows + flat, top, mask=ok)
-    tl.store(sums + 3 * n_rows + flat, heaviest, mask=ok)
+    if TOP:
+        tl.store(sums + 2 * n_rows + flat, top, mask=ok)
+        tl.store(sums + 3 * n_rows + flat, heaviest, mask=ok)
     if LOGS:
         tl.store(sums + 4 * n_rows + flat, logs, mask=ok)
         tl.store(sums + 5 * n_rows + flat, w_logs, mask=ok)

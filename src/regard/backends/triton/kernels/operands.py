@@ -44,6 +44,10 @@ class Problem(NamedTuple):
     selected_block: Any
     tile_map: Any  # i and j are tiles
     tiles: Any
+    rows_order: Any  # per block of queries, the blocks of keys to visit: the mixed ones, then the full ones
+    rows_counts: Any  # their numbers: mixed ones, and both (launch.schedule)
+    columns_order: Any  # the same per block of keys
+    columns_counts: Any
     query_ids: Any
     key_ids: Any
     dropout_key: Any

@@ -15,45 +15,52 @@ from .tiles import LOWEST, NOTHING, admissible, log_prior, scores
 
 @triton.jit
 def plan(
-    p, q, k, b, h, rows, cols, c, alpha, peak, rest,
-    LINK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
+    p, products, b, h, rows, cols, c, beta, peak, rest,
+    MASKED: tl.constexpr, LINK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, WEIGHTED: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
-    """Of each pair: the weight p, w, the distance from the price, the score, and the derivative of the softcap. p and
-    w are 0 where a pair is masked."""
-    ok = admissible(p, b, h, rows, cols, LEFT, RIGHT)
-    inside = (rows < p.Tq)[:, None] & (cols < p.Tk)[None, :]
-    s, slope = scores(p, q, k, b, h, rows, cols, inside, PRECISION, WIDEN)
-    x = s * c[:, None]
-    live = ok & (peak != NOTHING)[:, None]
+    """Of pairs with these products <q, k>: the weight p, w, the distance from the price, the score, and the derivative
+    of the softcap. p and w are 0 where a pair is masked. Numbers of a row are given in the shape of `rows` (tiles.py).
+    MASKED: some pairs may not be read."""
+    inside = (rows < p.Tq) & (cols < p.Tk)
+    s, slope = scores(p, products, b, h, rows, cols, inside, MASKED)
+    x = s * c
     prior = tl.zeros(inside.shape, tl.float32)
     if WEIGHTED:
         prior = log_prior(p, b, h, rows, cols, inside)
         if LINK == "kl":
             x += prior
-    if p.density is None:
-        x = tl.maximum(x, LOWEST, propagate_nan=tl.PropagateNan.ALL)
-    else:
-        x = tl.where(prior == NOTHING, tl.where(s == s, NOTHING, s), x)
+    if MASKED:
+        ok = admissible(p, b, h, rows, cols, LEFT, RIGHT)
+        live = ok & (peak != NOTHING)
+        if p.density is None:
+            x = tl.maximum(x, LOWEST, propagate_nan=tl.PropagateNan.ALL)
+        else:
+            x = tl.where(prior == NOTHING, tl.where(s == s, NOTHING, s), x)
     if LINK == "kl":
-        d = tl.where(live, x - peak[:, None] - rest[:, None], NOTHING)
+        d = x - peak - rest
+        if MASKED:
+            d = tl.where(live, d, NOTHING)
         weights = tl.math.exp2(d)
         w = weights
     else:
-        d = tl.where(live & (x != NOTHING), x - peak[:, None] + rest[:, None], NOTHING)
-        weights, w = link(d, prior, alpha[:, None], LINK, WEIGHTED)
-        weights = tl.where(d == NOTHING, 0.0, weights)
-        w = tl.where(d == NOTHING, 0.0, w)
+        d = x - peak + rest
+        if MASKED:
+            d = tl.where(live & (x != NOTHING), d, NOTHING)
+        weights, w = link(d, prior, beta, LINK, WEIGHTED, FAST)
+        if MASKED:
+            weights = tl.where(d == NOTHING, 0.0, weights)
+            w = tl.where(d == NOTHING, 0.0, w)
     return weights, w, d, s, slope
 
 
 @triton.jit
 def advantages(weights, d, u, a, b, LINK: tl.constexpr, ENTROPY: tl.constexpr):
     """u - a - b log2 p of each pair."""
-    found = u - a[:, None]
+    found = u - a
     if ENTROPY:
         log_p = d
         if LINK != "kl":
             log_p = tl.math.log2(tl.where(weights > 0, weights, 1.0))
-        found = found - b[:, None] * tl.where(weights == 0, 0.0, log_p)
+        found = found - b * tl.where(weights == 0, 0.0, log_p)
     return found

@@ -16,10 +16,12 @@ from .tiles import (
     LOWEST,
     NOTHING,
     admissible,
-    key_range,
+    key_tile,
+    key_tiles,
     load_keys,
     load_vectors,
     log_prior,
+    product,
     program,
     row_parameter,
     scores,
@@ -33,30 +35,82 @@ MOST = tl.constexpr(200)  # passes; a bracket of 32-bit numbers is empty long be
 
 @triton.jit
 def tile_of_x(
-    p, q, b, h, kv, rows, cols, c,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, WEIGHTED: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    p, q, b, h, kv, rows, j, c,
+    MASKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, WEIGHTED: tl.constexpr, D: tl.constexpr,
+    PAD: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """x = c s, -inf where a pair is masked or its density is 0, and log2 pi."""
-    k = load_keys(p, b, kv, cols, D, PAD)
-    inside = (rows < p.Tq)[:, None] & (cols < p.Tk)[None, :]
-    s, _ = scores(p, q, k, b, h, rows, cols, inside, PRECISION, WIDEN)
-    x = tl.maximum(s * c[:, None], LOWEST, propagate_nan=tl.PropagateNan.ALL)
+    cols = j + tl.arange(0, BN)
+    k = load_keys(p, b, kv, j, D, PAD, BN, MASKED)
+    i, cols = rows[:, None], cols[None, :]
+    inside = (i < p.Tq) & (cols < p.Tk)
+    s, _ = scores(p, product(q, tl.trans(k), PRECISION, WIDEN), b, h, i, cols, inside, MASKED)
+    x = s * c[:, None]
     prior = tl.zeros(inside.shape, tl.float32)
-    ok = admissible(p, b, h, rows, cols, LEFT, RIGHT)
     if WEIGHTED:
-        prior = log_prior(p, b, h, rows, cols, inside)
+        prior = log_prior(p, b, h, i, cols, inside)
+    if MASKED:
+        x = tl.maximum(x, LOWEST, propagate_nan=tl.PropagateNan.ALL)
         if p.density is not None:
             x = tl.where(prior == NOTHING, tl.where(s == s, NOTHING, s), x)
-    return tl.where(ok, x, NOTHING), prior
+        x = tl.where(admissible(p, b, h, i, cols, LEFT, RIGHT), x, NOTHING)
+    return x, prior
+
+
+@triton.jit
+def look(
+    p, b, h, kv, block, rows, q, c, alpha, start, stop, state,
+    MASKED: tl.constexpr, LINK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, WEIGHTED: tl.constexpr,
+    D: tl.constexpr, PAD: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """The largest x, the price that the best key alone would pay, the mass of the prior, and NaN where an x is NaN."""
+    top, price, prior_mass, invalid = state
+    for n in tl.range(start, stop):
+        j = key_tile(p, b, h, block, n, BN)
+        x, prior = tile_of_x(p, q, b, h, kv, rows, j, c, MASKED, LEFT, RIGHT, WEIGHTED, D, PAD, BN, PRECISION, WIDEN)
+        best = tl.max(x, 1)
+        if not MASKED:
+            best = tl.maximum(best, LOWEST)  # the score of a key that may be read
+            invalid += tl.sum(x * 0.0, 1)
+        else:
+            invalid += tl.sum(tl.where(x == x, 0.0, x), 1)
+        top = tl.maximum(top, best)
+        if LINK == "sigmoid":
+            prior_mass += tl.sum(tl.where(x == NOTHING, 0.0, tl.math.exp2(prior)), 1)
+        elif WEIGHTED:
+            room = single_key_room(p.mass * 1.0, prior, alpha[:, None])
+            price = tl.maximum(price, tl.max(tl.where(x == NOTHING, NOTHING, tl.maximum(x - room, LOWEST)), 1))
+    return top, price, prior_mass, invalid
+
+
+@triton.jit
+def step(
+    p, b, h, kv, block, rows, q, c, beta, anchor, headroom, start, stop, state,
+    MASKED: tl.constexpr, LINK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, WEIGHTED: tl.constexpr,
+    D: tl.constexpr, PAD: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """The mass at a headroom, and its derivative."""
+    taken, slope = state
+    for n in tl.range(start, stop):
+        j = key_tile(p, b, h, block, n, BN)
+        x, prior = tile_of_x(p, q, b, h, kv, rows, j, c, MASKED, LEFT, RIGHT, WEIGHTED, D, PAD, BN, PRECISION, WIDEN)
+        d = x - anchor[:, None] + headroom[:, None]
+        if MASKED:
+            d = tl.where(x == NOTHING, NOTHING, d)
+        weights, w = link(d, prior, beta[:, None], LINK, WEIGHTED, FAST)
+        taken += tl.sum(weights, 1)
+        slope += tl.sum(w, 1)
+    return taken, slope
 
 
 @triton.jit
 def find_price(
     p, peaks, rests, passes,
-    MARGINAL: tl.constexpr, LINK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, WEIGHTED: tl.constexpr,
+    MARGINAL: tl.constexpr, LINK: tl.constexpr, PARTS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, PAD: tl.constexpr, PADV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """`peaks`, `rests` [B, H, Tq]: the anchor and the headroom of each row. `passes` [programs]: steps that were
     taken."""
@@ -72,26 +126,34 @@ def find_price(
     alpha = row_parameter(p.alpha, p.alpha_value, b, h, rows, p.Tq, BM)
     level = row_parameter(p.level, p.level_value, b, h, rows, p.Tq, BM)
     c = factor_of(alpha, tau, LINK)
-    last_row = tl.minimum(block * BM + BM, p.Tq) - 1
-    start, _, _, stop = key_range(p, block * BM, last_row, LEFT, RIGHT, BN)
+    beta = 1.0 / (alpha - 1.0)
+    start, full_, rest, stop = key_tiles(p, b, h, block, LEFT, RIGHT, BM, BN)
     zero = tl.zeros((BM,), tl.float32)
     mass = zero + p.mass
 
     # The largest x, the price that the best key alone would pay, and the mass of the prior.
     top = zero + NOTHING
     price = zero + NOTHING
-    prior_mass = zero
-    invalid = tl.zeros((BM,), tl.int32)
-    for j in tl.range(start, stop, BN):
-        cols = j + tl.arange(0, BN)
-        x, prior = tile_of_x(p, q, b, h, kv, rows, cols, c, LEFT, RIGHT, WEIGHTED, D, PAD, PRECISION, WIDEN)
-        top = tl.maximum(top, tl.max(x, 1))
-        invalid = tl.maximum(invalid, tl.max((x != x).to(tl.int32), 1))
-        prior_mass += tl.sum(tl.where(x == NOTHING, 0.0, tl.math.exp2(prior)), 1)
-        if LINK != "sigmoid":
-            room = single_key_room(mass[:, None], prior, alpha[:, None])
-            price = tl.maximum(price, tl.max(tl.where(x == NOTHING, NOTHING, tl.maximum(x - room, LOWEST)), 1))
-    anchor = tl.where(invalid != 0, float("nan"), top)  # a maximum does not show NaN on every device
+    state = (top, price, zero, zero)
+    if LEFT or PARTS:
+        state = look(
+            p, b, h, kv, block, rows, q, c, alpha, start, full_, state, True, LINK, LEFT, RIGHT,
+            WEIGHTED, D, PAD, BN, PRECISION, WIDEN,
+        )  # fmt: skip
+    state = look(
+        p, b, h, kv, block, rows, q, c, alpha, full_, rest, state, False, LINK, LEFT, RIGHT,
+        WEIGHTED, D, PAD, BN, PRECISION, WIDEN,
+    )  # fmt: skip
+    if not PARTS:
+        state = look(
+            p, b, h, kv, block, rows, q, c, alpha, rest, stop, state, True, LINK, LEFT, RIGHT,
+            WEIGHTED, D, PAD, BN, PRECISION, WIDEN,
+        )  # fmt: skip
+    top, price, prior_mass, invalid = state
+    if LINK != "sigmoid" and not WEIGHTED:
+        price = tl.maximum(top - single_key_room(mass, zero, alpha), LOWEST)
+        price = tl.where(top == NOTHING, NOTHING, price)
+    anchor = tl.where(invalid != invalid, float("nan"), top)  # a maximum does not show NaN on every device
     null_x = zero + NOTHING
     if MARGINAL == "sink":
         null_x = level * c
@@ -120,17 +182,24 @@ def find_price(
     done = idle | full | (anchor != anchor)
     steps = 0
     while (tl.min(done.to(tl.int32), 0) == 0) & (steps < MOST):
-        taken = zero
-        slope = zero
-        for j in tl.range(start, stop, BN):
-            cols = j + tl.arange(0, BN)
-            x, prior = tile_of_x(p, q, b, h, kv, rows, cols, c, LEFT, RIGHT, WEIGHTED, D, PAD, PRECISION, WIDEN)
-            d = tl.where(x == NOTHING, NOTHING, x - anchor[:, None] + headroom[:, None])
-            weights, w = link(d, prior, alpha[:, None], LINK, WEIGHTED)
-            taken += tl.sum(weights, 1)
-            slope += tl.sum(w, 1)
+        found = (zero, zero)
+        if LEFT or PARTS:
+            found = step(
+                p, b, h, kv, block, rows, q, c, beta, anchor, headroom, start, full_, found, True, LINK, LEFT, RIGHT,
+                WEIGHTED, D, PAD, BN, PRECISION, WIDEN, FAST,
+            )  # fmt: skip
+        found = step(
+            p, b, h, kv, block, rows, q, c, beta, anchor, headroom, full_, rest, found, False, LINK, LEFT, RIGHT,
+            WEIGHTED, D, PAD, BN, PRECISION, WIDEN, FAST,
+        )  # fmt: skip
+        if not PARTS:
+            found = step(
+                p, b, h, kv, block, rows, q, c, beta, anchor, headroom, rest, stop, found, True, LINK, LEFT, RIGHT,
+                WEIGHTED, D, PAD, BN, PRECISION, WIDEN, FAST,
+            )  # fmt: skip
+        taken, slope = found
         if MARGINAL == "sink":
-            weights, w = link(null_x + headroom, zero, alpha, LINK, False)
+            weights, w = link(null_x + headroom, zero, beta, LINK, False, FAST)
             taken += weights
             slope += w
         target = mass
