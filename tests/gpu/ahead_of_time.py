@@ -99,9 +99,16 @@ def aligned(value: Any, path: tuple[int, ...]) -> dict[tuple[int, ...], Any]:
 def build(kernel: Any, arguments: dict[str, Any], constants: dict[str, Any], target: str, half: bool = True) -> Any:
     """A kernel as it is launched with these arguments: the tile is chosen here (launch.configuration)."""
     chosen = configuration(
-        kernel.fn.__name__, constants.pop("Tq", 4096), constants.get("D", 64), half, target.startswith("gfx")
+        kernel.fn.__name__,
+        constants.pop("Tq", 4096),
+        constants.get("D", 64),
+        half,
+        target.startswith("gfx"),
+        constants.get("LINK", "kl"),
     )
     constants |= {n: chosen[n] for n in ("BM", "BN")}
+    if "FAST" in constants:
+        constants["FAST"] = half and not target.startswith("gfx")  # as launch.link_options
     signature, values = {}, {}
     for n, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -215,7 +222,7 @@ def main() -> None:
     wrong, built, began = [], 0, time.time()
     for target in targets:
         for name, kernel, arguments, constants, lean in variants(every):
-            compiled = build(kernel, arguments, constants, target)
+            compiled = build(kernel, arguments, constants, target, half="float32" not in name)
             built += 1
             shared = compiled.metadata.shared / 1024
             text, line = compiled.asm.get("ptx", ""), f"{target:7} {name:40} shared {shared:5.0f} KiB"

@@ -205,7 +205,8 @@ def tile(form: Form, kernel: str) -> dict[str, Any]:
     if interpreting():  # the cost is per operation on a tile
         return {"BM": min(64, power_of_two(Tq)), "BN": min(64, power_of_two(Tk))}
     half = form.query.dtype != torch.float32 and form.value.dtype != torch.float32
-    return configuration(kernel, Tq, max(form.query.shape[3], form.value.shape[3]), half, torch.version.hip is not None)
+    size = max(form.query.shape[3], form.value.shape[3])
+    return configuration(kernel, Tq, size, half, torch.version.hip is not None, link(form))
 
 
 # Queries and keys of a tile, warps and stages of a kernel, by the largest head size. tests/gpu/ahead_of_time.py reads
@@ -220,10 +221,13 @@ _TILES = {
 _SMALL = {64: (64, 32, 4, 2), 128: (64, 32, 8, 2), 256: (64, 32, 8, 1)}  # AMD, float32 and rare kernels
 
 
-def configuration(kernel: str, Tq: int, D: int, half: bool = True, hip: bool = False) -> dict[str, Any]:
+def configuration(
+    kernel: str, Tq: int, D: int, half: bool = True, hip: bool = False, link: str = "kl"
+) -> dict[str, Any]:
     """The launch of a kernel for this head size."""
+    long = kernel == "forward_link" and link == "centred"  # this link needs more registers
     size = 64 if D <= 64 else 128 if D <= 128 else 256
-    table = _TILES[kernel] if kernel in _TILES and half and not hip else _SMALL
+    table = _TILES[kernel] if kernel in _TILES and half and not hip and not long else _SMALL
     BM, BN, warps, stages = table[size]
     if Tq <= 16:
         BM, BN, warps, stages = 16, 64 if half else 32, 4, 2 if D <= 128 and half else 1
