@@ -90,7 +90,7 @@ def _register_pytree(cls: type[Part]) -> None:
         # Tensors, parts and tuples of parts are children; numbers, strings and callables are structure.
         # An unflattened part keeps the same children, because tree_map may have replaced tensors by other objects.
         child_names = getattr(part, "_child_names", None) or [
-            n for n in names if isinstance(getattr(part, n), Tensor | Part | tuple)
+            n for n in names if isinstance(getattr(part, n), (Tensor, Part, tuple))
         ]
         fixed = tuple((n, getattr(part, n)) for n in names if n not in child_names)
         return child_names, [getattr(part, n) for n in child_names], (tuple(child_names), fixed)

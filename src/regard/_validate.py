@@ -39,12 +39,12 @@ def describe(value: object) -> str:
 
 def is_number(value: object) -> bool:
     """A real number, NumPy's scalars included; not a bool."""
-    return isinstance(value, int | float | numbers.Real) and not isinstance(value, bool)
+    return isinstance(value, (int, float, numbers.Real)) and not isinstance(value, bool)
 
 
 def is_integer(value: object) -> bool:
     """An integer, NumPy's and symbolic ones included; not a bool."""
-    return isinstance(value, int | torch.SymInt | numbers.Integral) and not isinstance(value, bool)
+    return isinstance(value, (int, torch.SymInt, numbers.Integral)) and not isinstance(value, bool)
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def may_be_zero(temperature: Scalar) -> bool:
 def number(name: str, value: object, expected: str, valid: Callable[[float], bool]) -> float:
     if type(value) is float and valid(value):
         return value
-    if isinstance(value, torch.SymFloat | torch.SymInt):
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
         return value  # type: ignore[return-value]
     if not is_number(value):
         raise TypeError(f"{name}: expected a number, got {describe(value)}")

@@ -112,7 +112,7 @@ class FunctionPrior(Prior, abstract=True):
 
 
 def _as_log_prior(name: str, found: Any, shape: PlanShape) -> Tensor:
-    if isinstance(found, bool | int | float):
+    if isinstance(found, (bool, int, float)):
         found = torch.full((1, 1, 1, 1), found, dtype=torch.bool if isinstance(found, bool) else shape.dtype)
     if not isinstance(found, Tensor) or found.is_complex():
         raise TypeError(f"{name}: expected a function that returns a tensor of real numbers, got {describe(found)}")

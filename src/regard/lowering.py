@@ -333,7 +333,7 @@ def _lower_columns(form: Form, problem: Transport, marginal: RowsAndColumns, sha
         raise ValueError(
             f"problem: RowsAndColumns expects KL(), whose half-steps are in closed form, got {problem.regularizer!r}"
         )
-    lead, Tq, Tk, dtype, device = shape[:5]
+    lead, Tq, Tk, dtype, device = shape.lead, shape.Tq, shape.Tk, shape.dtype, shape.device
     form.marginal = "columns"
     form.columns = ColumnSettings(marginal.tolerance, marginal.max_iterations, marginal.iterations, marginal.strict)
     if isinstance(marginal.row, Tensor):
@@ -421,7 +421,7 @@ def _lower_prior(form: Form, factors: tuple[Prior, ...], shape: PlanShape) -> No
     listed, ids are paired, regions become one map of tiles."""
     form.offset = _offset(factors, shape.Tq, shape.Tk)
     if form.offset:
-        shape = shape._replace(offset=form.offset)
+        shape = PlanShape(shape.lead, shape.Tq, shape.Tk, shape.dtype, shape.device, form.offset, shape.kv_heads)
     regions: list[Prior] = []
     for factor in factors:
         terms = factor.terms(shape)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -35,7 +36,8 @@ from ._validate import (
 Alignment = Literal["top_left", "bottom_right"]
 
 
-class PlanShape(NamedTuple):
+@dataclass(frozen=True)  # not a NamedTuple: Dynamo of PyTorch 2.8 does not trace the properties of one
+class PlanShape:
     """The plan that a prior is for: [*lead, Tq, Tk], where lead ends with the heads; compute dtype and device.
 
     Query i is at key position i + offset."""

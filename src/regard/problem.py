@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from types import NoneType
 from typing import ClassVar
 
 from torch import Tensor
@@ -50,7 +51,7 @@ class Rows(Marginal):
             check_scalar("Rows(sink)", self.sink, "a finite number", finite)
         if self.relax is not None:
             check_scalar("Rows(relax)", self.relax, "a positive, finite number", positive)
-        if (self.mass != 1) + (self.sink is not None) + (self.relax is not None) > 1:
+        if len([given for given in (self.mass != 1, self.sink is not None, self.relax is not None) if given]) > 1:
             raise ValueError(f"Rows: mass other than 1, sink and relax exclude one another, got {self!r}")
 
 
@@ -208,7 +209,7 @@ class Transport(Part):
         for name, value, kind in (
             ("regularizer", self.regularizer, Regularizer),
             ("marginal", self.marginal, Marginal),
-            ("prior", self.prior, Prior | None),
+            ("prior", self.prior, (Prior, NoneType)),
         ):
             if not isinstance(value, kind):
                 hint = f" (did you mean {value.__name__}()?)" if isinstance(value, type) else ""
@@ -258,6 +259,6 @@ class Transport(Part):
             shown.append(f"prior={self.prior!r}")
         if self.marginal != Rows():
             shown.append(f"marginal={self.marginal!r}")
-        if isinstance(self.temperature, Tensor | TemperatureRule) or self.temperature != 1:
+        if isinstance(self.temperature, (Tensor, TemperatureRule)) or self.temperature != 1:
             shown.append(f"temperature={describe(self.temperature)}")
         return f"Transport({', '.join(shown)})"

@@ -309,7 +309,7 @@ class FDivergence(Regularizer, anonymous=True):
         for name, value in (("f", f), ("link", link), ("slope", slope)):
             if not callable(value) and not (name == "slope" and value is None):
                 raise TypeError(f"FDivergence({name}): expected a callable, got {describe(value)}")
-        if isinstance(lower, bool) or not isinstance(lower, int | float) or math.isnan(lower) or lower == math.inf:
+        if isinstance(lower, bool) or not isinstance(lower, (int, float)) or math.isnan(lower) or lower == math.inf:
             raise ValueError(f"FDivergence(lower): expected a number below inf, got {describe(lower)}")
         fields = {"user_f": f, "user_link": link, "user_slope": slope, "lower": float(lower)}
         for name, value in fields.items():

@@ -40,7 +40,7 @@ def tile_map(prior: Admission, shape: Any) -> tuple[Tensor, Tensor]:
     leaves = [leaf for leaf in pytree.tree_leaves(prior) if isinstance(leaf, Tensor)]
     if any(leaf.is_inference() for leaf in leaves):  # such a tensor has no version
         return build(prior, shape)
-    key = (prior, tuple(version_of(leaf) for leaf in leaves), *shape)
+    key = (prior, tuple(version_of(leaf) for leaf in leaves), shape)
     if key not in _cache:
         _cache[key] = build(prior, shape)
         if len(_cache) > _CACHED:

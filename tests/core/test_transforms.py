@@ -319,7 +319,9 @@ def test_forward_mode_is_never_silently_zero():
         function = functools.partial(regard.attention, problem=Transport(Tsallis(1.5)))
         return torch.func.jvp(lambda a: function(a, k, v), (x,), (torch.ones_like(x),))[1]
 
-    with pytest.raises(Exception, match=r"forward mode under torch\.compile"):
+    # PyTorch 2.8 shows the type of the error in place of its message.
+    shown = r"forward mode under torch\.compile" if torch.__version__ >= (2, 9) else "NotImplementedError"
+    with pytest.raises(Exception, match=shown):
         torch.compile(compiled_jvp, fullgraph=True)(q)
 
 

@@ -87,7 +87,7 @@ def jvp(
     stores the plan, unless something requires a gradient: autograd then keeps it.
     """
     inputs = {"query": query, "key": key, "value": value}
-    if not isinstance(tangents, tuple | list) or len(tangents) != 3:
+    if not isinstance(tangents, (tuple, list)) or len(tangents) != 3:
         raise TypeError(f"tangents: expected (dq, dk, dv), got {describe(tangents)}")
     moving = {}
     for i, ((name, tensor), tangent) in enumerate(zip(inputs.items(), tangents, strict=True)):

@@ -72,7 +72,7 @@ class RelativeBias:
             if not per_head or temperature.numel() not in (1, table.shape[0]):
                 return None
             table = table / temperature.reshape(-1, 1)  # a bias of the score is divided by it, a prior is not
-        elif not isinstance(temperature, float | int) or temperature == 0:
+        elif not isinstance(temperature, (float, int)) or temperature == 0:
             return None
         elif temperature != 1:
             table = table / temperature

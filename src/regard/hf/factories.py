@@ -241,7 +241,7 @@ def _check(given: Callable[..., Any]) -> None:
         if len(required) > 1 or any(p.kind is p.KEYWORD_ONLY for p in required):
             names = ", ".join(p.name for p in required)
             raise TypeError(f"problem: expected a callable of one argument, the context, got one of ({names})")
-    if not isinstance(given, nn.Module | type) and (hidden := _hidden_in(given)) is not None:
+    if not isinstance(given, (nn.Module, type)) and (hidden := _hidden_in(given)) is not None:
         raise ValueError(
             f"problem: expected a module that owns what it learns, got a function with {hidden}, which no model's "
             f"parameters() would contain; make it the forward of a module"

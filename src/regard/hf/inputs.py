@@ -18,7 +18,7 @@ def batches(inputs: Any, batch_size: int | None = None) -> Iterator[dict[str, An
     expected = "token ids [T] or [B, T], a dict of the model's arguments, or an iterable of such"
     if not isinstance(inputs, Iterable):
         raise TypeError(f"inputs: expected {expected}, got {describe(inputs)}")
-    for item in [inputs] if isinstance(inputs, Tensor | Mapping) else inputs:
+    for item in [inputs] if isinstance(inputs, (Tensor, Mapping)) else inputs:
         if isinstance(item, Mapping):
             batch = dict(item)
         elif isinstance(item, Tensor) and item.dim() in (1, 2) and not item.is_floating_point():

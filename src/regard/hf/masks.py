@@ -116,10 +116,10 @@ def _reach(prior: Prior, stop: int, Tk: int) -> int:
 
 def _fitted(prior: Prior, Tk: int, alignment: Alignment | None) -> Prior:
     """The same prior for the first Tk keys, with this alignment."""
-    if isinstance(prior, Product | Union):
+    if isinstance(prior, (Product, Union)):
         join = operator.mul if isinstance(prior, Product) else operator.or_
         return functools.reduce(join, (_fitted(part, Tk, alignment) for part in prior.parts))
-    if isinstance(prior, Causal | Window):
+    if isinstance(prior, (Causal, Window)):
         return dataclasses.replace(prior, alignment=alignment)
     assert isinstance(prior, Documents) and prior.key_ids is not None
     return Documents(prior.query_ids, prior.key_ids[:, :Tk])
@@ -192,7 +192,9 @@ _WINDOW = masking_utils.sliding_window_overlay(1).__code__
 _WINDOW_BOTH = masking_utils.sliding_window_bidirectional_overlay(1).__code__
 _PACKED = masking_utils.packed_sequence_mask_function(torch.empty(0)).__code__
 _CHUNKED = masking_utils.chunked_overlay(1, torch.empty(0)).__code__
-_BLOCKS = masking_utils.blockwise_overlay(torch.empty(0)).__code__
+_BLOCKS = None  # transformers 5.5 has no such mask
+if hasattr(masking_utils, "blockwise_overlay"):
+    _BLOCKS = masking_utils.blockwise_overlay(torch.empty(0)).__code__
 
 
 class _Everything:

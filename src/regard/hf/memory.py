@@ -27,8 +27,9 @@ _FRESH: dict[Any, Any] = {
         max_cache_len=layer.max_cache_len, sliding_window=layer.max_cache_len
     ),
     cache_utils.QuantizedLayer.update: lambda layer: cache_utils.DynamicLayer(),
-    cache_utils.Fp8QuantizedLayer.update: lambda layer: cache_utils.DynamicLayer(),
 }
+if hasattr(cache_utils, "Fp8QuantizedLayer"):  # not in transformers 5.5
+    _FRESH[cache_utils.Fp8QuantizedLayer.update] = lambda layer: cache_utils.DynamicLayer()
 _kinds: dict[type, type] = {}  # what `_following` made
 _REPEATED = (
     "activate_past_recording",

@@ -59,20 +59,20 @@ def register(name: str = "regard", problem: Transport | Features | Callable[...,
             )
     if name == "eager" or not name or (name in ALL_ATTENTION_FUNCTIONS and name not in _problems):
         raise ValueError(f"name: expected one that transformers does not use itself, got {name!r}")
-    if isinstance(problem, type) and issubclass(problem, Transport | Features):
+    if isinstance(problem, type) and issubclass(problem, (Transport, Features)):
         raise TypeError(f"problem: expected an instance, got the class {problem.__name__}")
-    if problem is not None and not isinstance(problem, Transport | Features) and not callable(problem):
+    if problem is not None and not isinstance(problem, (Transport, Features)) and not callable(problem):
         raise TypeError(
             f"problem: expected a Transport, a module of regard.features, a callable that builds a Transport, or None, "
             f"got {describe(problem)}"
         )
-    if isinstance(problem, Transport | Features) and (names := learned(problem)):
+    if isinstance(problem, (Transport, Features)) and (names := learned(problem)):
         raise ValueError(
             f"problem: expected tensors that do not require grad, got {', '.join(names)} to learn, which no model's "
             f"parameters() would contain; detach() makes a constant, regard.hf.retrofit adds parameters to a model, "
             f"and a module that builds the Transport brings its own"
         )
-    solved = problem if problem is None or isinstance(problem, Transport | Features) else Factory(name, problem)
+    solved = problem if problem is None or isinstance(problem, (Transport, Features)) else Factory(name, problem)
     _problems[name] = solved
     install(name, functools.partial(attention_function, solved))
     guard_models(is_registered, is_installed)

@@ -158,7 +158,7 @@ class Transformer(nn.Module):
         self._initialise(init)
 
     def _initialise(self, init: Init) -> None:
-        if init not in ("pytorch", "unit") and not (isinstance(init, float | int) and init > 0):
+        if init not in ("pytorch", "unit") and not (isinstance(init, (float, int)) and init > 0):
             raise ValueError(f'init: expected a positive number, "pytorch" or "unit", got {describe(init)}')
         for module in self.modules():
             if isinstance(module, nn.Embedding):
