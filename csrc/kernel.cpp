@@ -9,6 +9,8 @@
 #include "features/sweep.h"
 #include "kl/backward.h"
 #include "kl/forward.h"
+#include "kl/selected_blocks_backward.h"
+#include "kl/selected_blocks_forward.h"
 #include "kl/selected_forward.h"
 #include "links/backward.h"
 #include "links/link_forward.h"
@@ -20,6 +22,7 @@ using regard::Problem;
 
 template <class R> int64_t forward_scratch_as(const Problem &p) {
   if (p.family != regard::KL) return few_rows<R>(p) ? LinkPartition<R, 1>(p).bytes(p) : LinkPartition<R, 3>(p).bytes(p);
+  if (turns_selection(p)) return TurnedPartition<R>(p).bytes(p);
   if (lists_selection(p)) return SelectedPartition<R>(p).bytes(p);
   const int vectors = row_vectors<R>(p);
   return vectors == 1   ? ForwardPartition<DecodeProducts<R, R>>(p).bytes(p)
@@ -29,6 +32,7 @@ template <class R> int64_t forward_scratch_as(const Problem &p) {
 template <class R> void forward_of(const Problem &p) {
   const int vectors = row_vectors<R>(p);
   if (p.family != regard::KL) return few_rows<R>(p) ? run_forward_link<R, 1>(p) : run_forward_link<R, 3>(p);
+  if (turns_selection(p)) return run_forward_turned<R>(p);
   if (lists_selection(p)) return run_forward_selected<R>(p);
   if (vectors == 2) return run_forward_kl<LaneProducts<R, 2>>(p);
   if (vectors == 3) return run_forward_kl<LaneProducts<R, 3>>(p);
@@ -51,12 +55,16 @@ bool forward(const Problem &p, regard::Watch watch) {
   return run_watched(watch, [&] { p.compute == regard::F64 ? forward_of<double>(p) : forward_of<float>(p); });
 }
 
+template <class R> int64_t backward_scratch_as(const Problem &p) {
+  return turns_selection(p) ? TurnedBackwardPartition<R>(p).bytes(p) : BackwardPartition<R, R>(p).bytes(p);
+}
+
 int64_t backward_scratch(const Problem &p) {
-  return p.compute == regard::F64 ? BackwardPartition<double, double>(p).bytes(p)
-                                  : BackwardPartition<float, float>(p).bytes(p);
+  return p.compute == regard::F64 ? backward_scratch_as<double>(p) : backward_scratch_as<float>(p);
 }
 
 template <class R> void backward_of(const Problem &p) {
+  if (turns_selection(p)) return run_backward_turned<R>(p);
   if (p.family == regard::KL) return run_backward<R, R>(p, {prepare_kl<R>, backward_block_kl<R, R>});
   with_link<R>(p, [&](auto tag) {
     run_backward<R, R>(p, {prepare_link<R>, backward_block_link<R, typename decltype(tag)::Link>});

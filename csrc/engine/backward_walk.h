@@ -138,7 +138,7 @@ template <class R> void open_selected_rows(const Problem &p, BackwardRows<R> &r,
   r.keys = {to, true}, r.x = nullptr;
   for (int i = 0; i < L; ++i) {
     int32_t *list = to + i * longest;
-    const int64_t n = i < r.rows.n ? selected_keys(p, r.rows, i, list, (int64_t)1) : 0;
+    const int64_t n = i < r.rows.n ? selected_keys<true>(p, r.rows, i, list, (int64_t)1) : 0;
     int64_t from = 0;
     while (from < n && list[from] < lo) ++from;
     r.next[i] = i * longest + from, r.end[i] = i * longest + n;
@@ -232,6 +232,24 @@ template <class R, class T> struct BackwardPartition {
   int64_t bytes(const Problem &p) const { return p.threads * thread_bytes(p) + 128; }
 };
 
+// Whether some row may read a key of a chunk by band and map of tiles. If none may, rows need no preparation.
+template <class R> bool reads_chunk(const Problem &p, const BackwardRows<R> &r, int64_t lo, int64_t hi) {
+  const int64_t from = max_of(lo, r.rows.lo), to = min_of(hi, r.rows.hi);
+  return from < to && (!p.tile_map || tiles_of(p, r.rows, from, to - from).some);
+}
+
+// What rows that read no key of a chunk add to the gradients.
+template <class R> void write_nothing(const Problem &p, const BackwardRows<R> &r, int64_t chunk) {
+  const int64_t rows = p.B * p.H * p.Tq, first = r.rows.flat(p, 0), at = chunk * rows + first;
+  const auto clear = [&](int64_t to, int64_t place, int64_t each) {
+    if (to) memset((R *)to + place * each, 0, r.rows.n * each * sizeof(R));
+  };
+  clear(p.dq, at, p.D);
+  const int64_t sums[] = {p.row_g, p.row_gs, p.row_gd, p.row_ps, p.row_pd, p.row_gp, p.row_ga};
+  for (int64_t sum : sums) clear(sum, at, 1);
+  for (int64_t m = 0; m < p.link_parameters; ++m) clear(p.row_gl, (chunk * p.link_parameters + m) * rows + first, 1);
+}
+
 // The gradients from one chunk of keys of one key/value head.
 template <class R, class T>
 void backward_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv, int64_t chunk, Arena arena,
@@ -251,16 +269,22 @@ void backward_chunk(const Problem &p, const Terms &terms, int64_t b, int64_t kv,
   BackwardRows<R> *blocks[BATCH_ROWS / L];
   for (int64_t h = kv * group; h < (kv + 1) * group; ++h)
     for (int64_t batch = 0; batch < p.Tq && !stopped_early(); batch += partition.batch * L) {
-      const int64_t n_blocks = min_of(partition.batch, (p.Tq - batch + L - 1) / L);
+      const int64_t end = min_of(p.Tq, batch + partition.batch * L);
       arena = rest;
-      int64_t from = hi, to = lo, pairs = 0;
-      for (int64_t g = 0; g < n_blocks; ++g) {
-        BackwardRows<R> &r = *(blocks[g] = arena.take<BackwardRows<R>>(1));
+      int64_t from = hi, to = lo, pairs = 0, n_blocks = 0;
+      for (int64_t first = batch; first < end; first += L) {
+        Arena room = arena;
+        BackwardRows<R> &r = *(blocks[n_blocks] = arena.take<BackwardRows<R>>(1));
+        r.rows.place(p, b, kv, h, false, first, min_of((int64_t)L, p.Tq - first));
+        if (!p.row_dot && !reads_chunk(p, r, lo, hi)) {
+          write_nothing(p, r, chunk);
+          arena = room;
+          continue;
+        }
+        ++n_blocks;
         r.qt = arena.take<R>(L * Dp), r.d_out_t = arena.take<R>(L * p.Dv), r.dqt = arena.take<R>(L * p.D);
         r.q = arena.take<R>(L * Dp), r.d_out = arena.take<R>(L * Dvp);
         r.dq = by_pairs ? arena.take<R>(L * Dp) : nullptr;
-        const int64_t first = batch + g * L;
-        r.rows.place(p, b, kv, h, false, first, min_of((int64_t)L, p.Tq - first));
         r.keys = {}, r.chunk = chunk;
         if (p.saved_lists && !stopped_early()) open_sparse_rows(p, r, lo);
         if (partition.selected && !r.keys) open_selected_rows(p, r, lo, arena.take<int32_t>(L * longest_selection(p)));

@@ -20,34 +20,52 @@ inline bool lists_selection(const Problem &p) {
   return plain && p.Tq >= 16 && 3 * longest_selection(p) <= p.Tk;
 }
 
-// The keys of one row that it selected and may read by its band, in increasing order, `step` apart. Returns how many.
-template <class R, int NV>
+// One bit for each block finds repetitions and sorts. This many words at a time, so that they fit the stack.
+constexpr int64_t SELECTED_WORDS = 1024;
+
+// Write the keys of one row that it selected and may read by its band, `step` apart, each once. Returns how many.
+// SORTED: in increasing order; otherwise as they come, which saves a pass over the bits.
+template <bool SORTED, class R, int NV>
 int64_t selected_keys(const Problem &p, const Rows<R, NV> &rows, int lane, int32_t *to, int64_t step) {
   const int64_t *index = (const int64_t *)p.selected.data + rows.at(p.selected, lane);
-  const int64_t where = rows.query[lane] + p.offset;
+  const int64_t where = rows.query[lane] + p.offset, size = p.selected_block, next = p.selected.s3;
   const int64_t low = max_of((int64_t)0, where - p.left), high = min_of(p.Tk, where + p.right + 1);
+  const int64_t blocks = (p.Tk + size - 1) / size;
   int64_t n = 0;
   const auto add = [&](int64_t block) {
-    const int64_t from = max_of(low, block * p.selected_block), end = min_of(high, (block + 1) * p.selected_block);
+    if (size == 1) {
+      if (block >= low && block < high) to[n++ * step] = (int32_t)block;
+      return;
+    }
+    const int64_t from = max_of(low, block * size), end = min_of(high, (block + 1) * size);
     for (int64_t key = from; key < end; ++key) to[n++ * step] = (int32_t)key;
   };
   bool ascending = true;
-  for (int64_t at = 1; at < p.selections; ++at)
-    ascending &= index[at * p.selected.s3] > index[(at - 1) * p.selected.s3];
+  for (int64_t at = 1; at < p.selections && ascending; ++at) ascending = index[at * next] > index[(at - 1) * next];
   if (ascending) {
     for (int64_t at = 0; at < p.selections; ++at)
-      if (index[at * p.selected.s3] >= 0) add(index[at * p.selected.s3]);
+      if (index[at * next] >= 0) add(index[at * next]);
     return n;
   }
-  // One bit for each block sorts them and drops repetitions. WORDS words at a time, so that they fit the stack.
-  constexpr int64_t WORDS = 1024;
-  const int64_t blocks = (p.Tk + p.selected_block - 1) / p.selected_block;
-  for (int64_t first = 0; first < blocks; first += WORDS * 64) {
-    uint64_t bits[WORDS];
-    const int64_t words = min_of(WORDS, (blocks - first + 63) / 64);
+  if (!SORTED && blocks <= SELECTED_WORDS * 64) {
+    uint64_t seen[SELECTED_WORDS];
+    memset(seen, 0, (blocks + 63) / 64 * 8);
+    for (int64_t at = 0; at < p.selections; ++at) {
+      const int64_t block = index[at * next];
+      if (block < 0 || block >= blocks) continue;
+      uint64_t &word = seen[block / 64];
+      const uint64_t bit = (uint64_t)1 << (block % 64);
+      if (!(word & bit)) add(block);
+      word |= bit;
+    }
+    return n;
+  }
+  for (int64_t first = 0; first < blocks; first += SELECTED_WORDS * 64) {
+    uint64_t bits[SELECTED_WORDS];
+    const int64_t words = min_of(SELECTED_WORDS, (blocks - first + 63) / 64);
     memset(bits, 0, words * 8);
     for (int64_t at = 0; at < p.selections; ++at) {
-      const int64_t block = index[at * p.selected.s3] - first;
+      const int64_t block = index[at * next] - first;
       if (block >= 0 && block < words * 64) bits[block / 64] |= (uint64_t)1 << (block % 64);
     }
     for (int64_t word = 0; word < words; ++word)

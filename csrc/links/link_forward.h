@@ -29,7 +29,7 @@ void list_selection(const Problem &p, const Terms &terms, const RequestedLinkSta
   rows.gather_rows(p.query, p.D, s.q, Dp, [&](int i) { return rows.factor(p, terms, i); });
   memset(s.length, 0, sizeof s.length);
   for (int i = 0; i < rows.n; ++i) {
-    const int64_t n = selected_keys(p, rows, i, s.index + i, (int64_t)L);
+    const int64_t n = selected_keys<true>(p, rows, i, s.index + i, (int64_t)L);
     score_list<R, true>(p, rows.b, rows.kv, s.q + i * Dp, s.index + i, (int64_t)L, n, spare, products);
     R top = -INF<R>;
     for (int64_t t = 0; t < n; ++t) {

@@ -7,6 +7,7 @@
 #pragma once
 #include "engine/arena.h"
 #include "engine/partition.h"
+#include "engine/selected_lists.h"
 #include "links/int16_prefilter.h"
 
 namespace {
@@ -81,12 +82,13 @@ template <class R, int NV> struct LinkPanels {  // the panels of one thread for 
 template <class R, int NV> struct LinkPartition : WorkPartition<R, NV> {
   using Base = WorkPartition<R, NV>;
   using Base::blocks, Base::L, Base::packed, Base::units;
-  int64_t span;
-  explicit LinkPartition(const Problem &p) : Base(p), span(p.Tk) {
+  int64_t span, selected;  // selected: the longest list of selected keys, if there are such lists
+  explicit LinkPartition(const Problem &p)
+      : Base(p), span(p.Tk), selected(lists_selection(p) ? longest_selection(p) : 0) {
     if (p.left + p.right < p.Tk) span = min_of(span, max_of((int64_t)1, p.left + p.right + 1 + (packed ? p.Tq : L)));
     if (p.marginal == regard::FREE) span = min_of(span, PANEL_KEYS);
   }
-  int64_t list_rows() const { return span / 3 + 1; }
+  int64_t list_rows() const { return max_of(span / 3 + 1, min_of(selected, span)); }
   int64_t segments() const { return span / PANEL_KEYS + 2; }
   // Whether the prefilter is used: rows may turn to lists before they have seen all keys, and x is the product alone.
   bool uses_prefilter(const Problem &p) const {

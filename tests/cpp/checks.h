@@ -76,3 +76,4 @@ void test_bf16_tiles();
 void test_price_search();
 void test_compiled_search();
 void test_lists();
+void test_selected_blocks();

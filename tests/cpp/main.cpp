@@ -32,7 +32,8 @@ int main() {
                {"tiles of bfloat16", test_bf16_tiles},
                {"price search", test_price_search},
                {"compiled search", test_compiled_search},
-               {"lists", test_lists}};
+               {"lists", test_lists},
+               {"selected blocks", test_selected_blocks}};
   for (const auto &test : tests) {
     const int before = checks::failures(), checked = checks::total();
     checks::printed() = 0;
