@@ -29,7 +29,7 @@ functions = REGARD_CACHE=$(CURDIR)/build/$(1)/functions CXX='env -u LD_PRELOAD $
 FUNCTIONS := $(PY) -m pytest -q -x --capture=no -p no:cacheprovider tests/core/test_function_priors.py tests/backends/test_own_links.py
 KERNELS := $(PY) -m pytest -q -x --capture=no -p no:cacheprovider tests/backends/test_native*.py tests/backends/test_features_native.py
 
-.PHONY: help demo tour test grid converge fuzz test-gpu-kernels sanitize coverage clang bench bench-full bench-gpu bench-models lint format docs lock clean \
+.PHONY: help demo tour test grid converge fuzz test-gpu-kernels sanitize coverage clang test-arm test-riscv portability bench bench-full bench-gpu bench-models lint format docs lock clean \
   wheel test-oldest test-python
 .DELETE_ON_ERROR:
 
@@ -81,9 +81,22 @@ coverage: .venv/linters  ## which lines the tests run, in this process and the w
 	  --cov-report=term:skip-covered
 
 clang: .venv/tests  ## the native engine built with clang (CLANG=path), and the kernels' tests
-	@$(call engine,clang,-DCMAKE_CXX_COMPILER=$(CLANG))
+	@$(call engine,clang,-DCMAKE_CXX_COMPILER=$(CLANG) -DREGARD_STRICT=ON)
 	OMP_NUM_THREADS=1 $(call testing,clang) $(PY) -m pytest -q -n $(JOBS) --dist worksteal \
 	  tests/backends/test_native*.py tests/backends/test_features_native.py tests/backends/test_reading.py tests/core/test_invalid.py
+
+# The case table's calls, for machines without Python
+build/calls.bin: .venv/tests $(wildcard tests/support/*.py src/regard/backends/native/*.py) csrc/engine/problem.h
+	@$(PY) tests/support/engine_calls.py $@
+
+test-arm: build/calls.bin  ## the kernels for ARM (NEON, bfloat16) in an emulator: their unit tests and the case table
+	@tests/support/emulated.sh aarch64 $< max cortex-a57
+
+test-riscv: build/calls.bin  ## the same for RISC-V, where no vector type is the processor's own
+	@tests/support/emulated.sh riscv64 $< rv64
+
+portability: .venv/tests  ## the engine's source checked for macOS and Windows, as far as headers allow (CLANG=path)
+	@CLANG=$(CLANG) tests/support/portability.sh
 
 bench: .venv/peers  ## the quick benchmarks, a few minutes; each checks its results before it times them
 	@$(PY) benchmarks/run.py

@@ -15,33 +15,14 @@
 #include <pthread.h>
 #endif
 
-#include "engine/instruction_sets.h"
-#include "engine/problem.h"
+#include "engine/engines.h"
 
 namespace nb = nanobind;
 using regard::Engine;
 using regard::Problem;
 
-namespace regard {
-extern const Engine baseline;
-#ifdef REGARD_X86
-extern const Engine x86_64_v3, x86_64_v4, x86_64_v4_bf16;
-#endif
-}  // namespace regard
-
-static std::vector<const Engine *> found() {  // the engines that this machine can run, best first
-  std::vector<const Engine *> engines;
-#ifdef REGARD_X86
-  if (regard::machine_has_x86_64_v4_bf16()) engines.push_back(&regard::x86_64_v4_bf16);
-  if (regard::machine_has_x86_64_v4()) engines.push_back(&regard::x86_64_v4);
-  if (regard::machine_has_x86_64_v3()) engines.push_back(&regard::x86_64_v3);
-#endif
-  engines.push_back(&regard::baseline);
-  return engines;
-}
-
 static const Engine *choose() {
-  const auto engines = found();
+  const auto engines = regard::engines_here();
   const char *forced = std::getenv("REGARD_ISA");
   if (!forced || !*forced) return engines[0];
   for (const Engine *e : engines)
@@ -72,14 +53,16 @@ static unsigned long main_thread = 0;
 
 static bool poisoned = false;  // fill working memory with NaN before each call
 
-// Run a kernel with the working memory that it needs. Kernels themselves allocate nothing.
-static void run(int64_t (*room)(const Problem &), bool (*kernel)(const Problem &, regard::Watch),
+// Run a kernel with the working memory that it needs. Kernels themselves allocate nothing. Returns whether some row
+// exceeds the range of float32.
+static bool run(int64_t (*room)(const Problem &), bool (*kernel)(const Problem &, regard::Watch),
                 const nb::bytearray &record) {
   Problem p = read(record);
   const int64_t size = room(p);
   const std::unique_ptr<char[]> scratch(new char[size]);
   if (poisoned) std::memset(scratch.get(), 0xff, size);
-  p.scratch = (int64_t)scratch.get();
+  int64_t beyond = 0;
+  p.scratch = (int64_t)scratch.get(), p.beyond = (int64_t)&beyond;
   const bool may_ask = PyThread_get_thread_ident() == main_thread;
   bool done;
   {
@@ -87,6 +70,7 @@ static void run(int64_t (*room)(const Problem &), bool (*kernel)(const Problem &
     done = kernel(p, {may_ask ? interrupted : nullptr});
   }
   if (!done) throw nb::python_error();
+  return beyond != 0;
 }
 
 #if defined(__clang__)
@@ -114,18 +98,19 @@ NB_MODULE(_native, m) {
   m.def("isa", [] { return std::string(engine->name); });
   m.def("isas", [] {
     std::vector<std::string> names;
-    for (const Engine *e : found()) names.push_back(e->name);
+    for (const Engine *e : regard::engines_here()) names.push_back(e->name);
     return names;
   });
   m.def("amx_bf16", regard::machine_has_amx_bf16);
   m.def("use", [](const std::string &name) {  // for tests
-    for (const Engine *e : found())
+    for (const Engine *e : regard::engines_here())
       if (name == e->name) return void(engine = e);
     throw std::invalid_argument("this machine has no " + name);
   });
   m.def("poison", [](bool on) { poisoned = on; });  // for tests
-  m.def("forward", [](const nb::bytearray &record) { run(engine->forward_scratch, engine->forward, record); });
-  m.def("backward", [](const nb::bytearray &record) { run(engine->backward_scratch, engine->backward, record); });
+  m.def("forward", [](const nb::bytearray &record) { return run(engine->forward_scratch, engine->forward, record); });
+  m.def("backward",
+        [](const nb::bytearray &record) { return run(engine->backward_scratch, engine->backward, record); });
   m.def("reading", [](const nb::bytearray &record) { run(engine->readout_scratch, engine->readout, record); });
   m.def("features", [](const nb::bytearray &record) { run(engine->features_scratch, engine->features, record); });
   m.def("features_backward",

@@ -1,11 +1,11 @@
-// Matrix products of bfloat16 numbers by dot products of pairs (`vdpbf16ps`): a lane adds a0 b0 + a1 b1 to its sum in
-// float32. The products are those of tiles.h. The index that is summed over runs in pairs, of 32 bits each.
+// Matrix products of bfloat16 numbers by dot products of pairs (`vdpbf16ps` with AVX-512, `bfdot` on ARM): a lane adds
+// a0 b0 + a1 b1 to its sum in float32. The products are those of tiles.h. The index that is summed over runs in pairs, of 32 bits each.
 //   pair_scores:  panel[j][:]  = factor[:] * sum_d  at[d][:] * b[j][d]    at: pairs along d, [D/2][L]; b as it is stored
 //   pair_gather:  ct[d][:]    += sum_j  weights[j][:] * b[j][d]           both in pairs of keys, [keys/2][L], [keys/2][D]
 //   pair_scatter: c[j][d]     += sum_i  panel[j][i] * a[i][d]             panel: [keys][L]; a: pairs of rows, [L/2][D]
 // What is a score in every kernel: one chain of dot products along d, and at its end the factor of the row in float32
 // (a scaled query would have to be rounded to bfloat16). So a score is the same number wherever it is computed. Weights
-// and their gradients are rounded to bfloat16 before their products. The instruction takes subnormal numbers as 0.
+// and their gradients are rounded to bfloat16 before their products. The instructions take subnormal numbers as 0.
 //
 // Pairs of keys must not mix keys that are read with keys that are not, because 0 * NaN is NaN: `admit` clears the
 // latter in a copy.
@@ -47,6 +47,17 @@ INLINE PairVec round_pairs(Vec<float> a, Vec<float> b) {
 INLINE void store_rounded(Bf16 *to, Vec<float> a) {
   _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)a));
 }
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+constexpr bool HAS_PAIRS = true;
+INLINE Vec<float> add_dot(Vec<float> sum, PairVec a, PairVec b) {
+  const bfloat16x8_t x = vreinterpretq_bf16_u32((uint32x4_t)a), y = vreinterpretq_bf16_u32((uint32x4_t)b);
+  return (Vec<float>)vbfdotq_f32((float32x4_t)sum, x, y);
+}
+INLINE uint16x4_t rounded(Vec<float> x) { return vreinterpret_u16_bf16(vcvt_bf16_f32((float32x4_t)x)); }
+INLINE PairVec round_pairs(Vec<float> a, Vec<float> b) {
+  return (PairVec)vmovl_u16(rounded(a)) | (PairVec)vshll_n_u16(rounded(b), 16);
+}
+INLINE void store_rounded(Bf16 *to, Vec<float> a) { vst1_u16((uint16_t *)to, rounded(a)); }
 #else
 constexpr bool HAS_PAIRS = false;
 INLINE Vec<float> add_dot(Vec<float> sum, PairVec a, PairVec b) {
@@ -64,7 +75,13 @@ INLINE void store_rounded(Bf16 *to, Vec<float> a) {
 }
 #endif
 // The sum of both halves of each pair, added to `sum`.
-INLINE Vec<float> add_pairs(Vec<float> sum, PairVec pairs) { return add_dot(sum, pairs, PairVec{} + 0x3f803f80u); }
+INLINE Vec<float> add_pairs(Vec<float> sum, PairVec pairs) {
+  Pair ones = 0x3f803f80u;
+#if defined(__aarch64__)
+  __asm__("" : "+r"(ones));  // GCC 12 writes a vector of this constant as 1.0 in float16
+#endif
+  return add_dot(sum, pairs, PairVec{} + ones);
+}
 
 template <int NV, int KEYS, bool TOP>
 INLINE void pair_score_tile(const Pair *at, const Vec<float> *factor, const Bf16 *b, int64_t stride, int64_t pairs,

@@ -2,6 +2,10 @@
 #pragma once
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace regard {
@@ -29,6 +33,21 @@ inline bool machine_has_amx_bf16() {
 }
 #else
 inline bool machine_has_amx_bf16() { return false; }
+#endif
+
+#if defined(__aarch64__)
+// Whether the processor has dot products of bfloat16 numbers (FEAT_BF16).
+inline bool machine_has_aarch64_bf16() {
+#if defined(__linux__)
+  return getauxval(AT_HWCAP2) >> 14 & 1;  // HWCAP2_BF16, which older headers do not name
+#elif defined(__APPLE__)
+  int has = 0;
+  size_t size = sizeof has;
+  return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, nullptr, 0) == 0 && has;
+#else
+  return false;
+#endif
+}
 #endif
 
 }  // namespace regard

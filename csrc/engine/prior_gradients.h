@@ -75,7 +75,7 @@ template <class R, int L> void sum_diagonals(int64_t keys, const R *panel, R *su
     const auto cut = [&](int64_t j) {
       const M lane = lanes + (I)(j + d);
       const V x = load(panel + j * (L + 1) + d);
-      sum += (lane >= 0) & (lane < (I)L) ? x : V{};
+      sum += ((lane >= 0) & (lane < (I)L)) ? x : V{};
     };
     for (int64_t j = from; j < whole; ++j) cut(j);
     for (int64_t j = whole; j < end; ++j) sum += load(panel + j * (L + 1) + d);

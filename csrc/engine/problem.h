@@ -58,6 +58,7 @@ constexpr int LINK_PARAMETERS = 4;  // parameters that the link of a regularizer
   INT(tilt) INT(tilt_log)                       /* the gradient's baseline values: the means of v and of */            \
                                                 /* log p + H with weights w */                                         \
   TENSOR(lists)                                 /* [B, H, Tq, some]: the keys with weight (engine/sparse_rows.h) */    \
+  INT(beyond)                                   /* a number that becomes 1 if a row exceeds float32 (rows.h) */        \
   /* Backward: saved results and incoming gradients */                                                                 \
   TENSOR(saved_out) TENSOR(saved_dual) TENSOR(saved_lse) TENSOR(saved_entropy) TENSOR(saved_peak) TENSOR(saved_rest)   \
   TENSOR(saved_tilt) TENSOR(saved_tilt_log) TENSOR(saved_mass) TENSOR(saved_lists)                                     \

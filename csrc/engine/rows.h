@@ -175,6 +175,13 @@ template <class R, int NV> struct Rows {
   }
 };
 
+// A row whose scores exceed the range of float32 is NaN, and the caller is told to compute it in float64. What a backward
+// pass reads of such a row is `is_beyond`.
+template <class R> INLINE void report_beyond(const Problem &p) {
+  if (sizeof(R) == 4 && p.beyond) __atomic_store_n((int64_t *)p.beyond, 1, __ATOMIC_RELAXED);
+}
+template <class R> INLINE bool is_beyond(R peak, R rest) { return sizeof(R) == 4 && peak == INF<R> && rest == INF<R>; }
+
 template <class R> INLINE R of_row(const Tensor &t, int64_t at) { return element<R>(t.data, t.type, at); }
 template <class R> INLINE void put(int64_t to, int64_t at, R value) {
   if (to) ((R *)to)[at] = value;

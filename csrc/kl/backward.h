@@ -34,6 +34,7 @@ template <class R> void prepare_kl(const Problem &p, BackwardRows<R> &r) {
       continue;
     }
     r.peak[n][lane] = peak, r.rest[n][lane] = of_row<R>(p.saved_rest, rows.at(p.saved_rest, i));
+    if (is_beyond(peak, (R)r.rest[n][lane])) report_beyond<R>(p);
     R log_mu = 0, base = sent;
     if (p.marginal == regard::ROWS && p.mass != 1) log_mu = (R)::log(p.mass), base = sent / (R)p.mass;
     if (p.marginal == regard::RELAX) log_mu = dual / level, base = sent / (R)::exp(log_mu) * (level / (level + tau));

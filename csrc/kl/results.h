@@ -17,7 +17,7 @@ void write_results(const Problem &p, const Terms &terms, const Rows<R, NV> &rows
   const auto log2 = [](V x) { return map_lanes(x, [](R t) { return log2_of(t); }); };
   R share[L];
   const R mass = (R)p.mass, log_mass = (R)::log2(p.mass);
-  const bool sink = p.marginal == regard::SINK;
+  const bool sink = p.marginal == regard::SINK, narrow = sizeof(R) == 4;
   const V zero = {}, nothing = broadcast(-INF<R>);
   for (int n = 0; n * N < rows.n; ++n) {
     const int lanes = min_of(N, rows.n - n * N);
@@ -31,13 +31,19 @@ void write_results(const Problem &p, const Terms &terms, const Rows<R, NV> &rows
     const V tau = load(rows.temperature + n * N), level = load(rows.level + n * N);
     // A row is invalid if a weight is NaN (the largest x need not show that), or if all of its scores are -inf: 0/0.
     M invalid = l != l;
-    if (const M lowest = (m <= LOWEST<R>)&(l > 0); p.marginal == regard::ROWS && any(lowest))
-      for (int i = 0; i < lanes; ++i)  // a score at the lowest number comes from a float mask or from the query
-        if (lowest[i] && (m[i] == -INF<R> || !rows.finite(p.query, p.D, n * N + i))) invalid[i] = -1;
+    if (const M lowest = (m <= LOWEST<R>)&(l > 0); (p.marginal == regard::ROWS || narrow) && any(lowest))
+      for (int i = 0; i < lanes; ++i)  // a score at the lowest number comes from a float mask, or exceeds the range
+        if (lowest[i] && (m[i] == -INF<R> || (narrow && !terms.bias) || !rows.finite(p.query, p.D, n * N + i)))
+          invalid[i] = -1;
+    const V null_x = sink ? level * c : nothing;
+    if (sink && narrow) invalid |= ((null_x == INF<R>) | (null_x == -INF<R>)) & (level - level == (R)0);
+    // Few rows are added in another order than in the passes that may follow (partition.h).
+    if (NV == 1 && narrow && p.peak && !terms.bias) invalid |= (m > (R)0x1p18) | ((m < (R)-0x1p18) & (m > -INF<R>));
+    if (any(invalid)) report_beyond<R>(p);
     const V nan = broadcast(NOT_A_NUMBER<R>);
     const M keys = (m > -INF<R>) | invalid;
     // The distribution 2^(x - top) / total, the null key included.
-    const V null_x = sink ? level * c : nothing, top = invalid ? nan : m > null_x ? m : null_x;
+    const V top = invalid ? nan : m > null_x ? m : null_x;
     const V real = keys ? (sink ? exp2(m - top) : (R)1 + (m - top)) : zero;  // without a sink: 1, or NaN
     const V null = sink ? exp2(null_x - top) : zero;
     const V total = l * real + null, log_total = log2(total);
@@ -66,7 +72,7 @@ void write_results(const Problem &p, const Terms &terms, const Rows<R, NV> &rows
       factor = part * sent;
       value = (tau + level) * sent - tau * prior_mass - level;
     } else if (p.marginal == regard::FREE) {
-      dual = -level, peak = zero, rest = -level * c;
+      dual = -level, peak = invalid ? nan : zero, rest = invalid ? nan : -level * c;
       factor = invalid ? nan : keys ? exp2(m + level * c) : zero;
       value = tau * (factor * l - prior_mass);
     }

@@ -38,6 +38,7 @@ template <class R> void prepare_link(const Problem &p, BackwardRows<R> &r) {
       continue;
     }
     r.peak[n][lane] = peak, r.rest[n][lane] = of_row<R>(p.saved_rest, rows.at(p.saved_rest, i));
+    if (is_beyond(peak, (R)r.rest[n][lane])) report_beyond<R>(p);
     R base = 0;
     const int64_t baseline_at = rows.at(p.saved_tilt, i);
     if (p.grad_out && !free && r.keys) {  // summed as utilities are: in a row of one key they cancel

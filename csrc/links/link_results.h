@@ -22,11 +22,14 @@ void write_link_results(const Problem &p, const Terms &terms, const RequestedLin
     const bool relax = p.marginal == regard::RELAX;
     const R top = sums.top[n][lane];
     // Invalid: NaN among the weights, or no score above -inf (a float mask may bring it to the lowest number): 0/0.
-    bool invalid = mass != mass || top != top;
+    const bool narrow = sizeof(R) == 4;
+    bool invalid = mass != mass || top != top || (narrow && top == INF<R>);
+    if ((p.marginal == regard::ROWS || narrow) && top <= LOWEST<R>)
+      invalid |= top == -INF<R> ? read : (narrow && !terms.bias) || !rows.finite(p.query, p.D, i);
+    if (sink && narrow) invalid |= level - level == 0 && level * c - level * c != 0;
+    if (invalid) report_beyond<R>(p);
     if (Link::COMPILED && !free && !sums.full[n][lane] && h > -INF<R>)
       invalid |= h >= FULL<R> || h <= -FULL<R>;  // no price gives the row its mass
-    if (p.marginal == regard::ROWS && top <= LOWEST<R>)
-      invalid |= top == -INF<R> ? read : !rows.finite(p.query, p.D, i);
     if (invalid) {
       const int64_t results[] = {p.dual,       p.peak,       p.rest,           p.mass_sent, p.entropy,
                                  p.tilt_log,   p.kl,         p.score_variance, p.cost,      p.free_energy,

@@ -125,10 +125,11 @@ def _backward(
 
 
 def _price(logsumexp: Tensor) -> dict[str, Tensor]:
-    """The logsumexp as the engine saves it. Two parts, so that base 2 costs no digits."""
+    """The logsumexp as the engine saves it. Two parts, so that base 2 costs no digits; both are inf where it is beyond
+    the range in base 2, which makes the engine use float64."""
     exact = logsumexp.double() * math.log2(math.e)
     peak = exact.to(logsumexp.dtype)
-    return {"peak": peak, "rest": (exact - peak).to(logsumexp.dtype)}
+    return {"peak": peak, "rest": (exact - peak).to(logsumexp.dtype).masked_fill_(peak == math.inf, math.inf)}
 
 
 def _by_position(tensor: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ static bool runs_here(const char *name) {
   if (!std::strcmp(name, "x86_64_v3")) return regard::machine_has_x86_64_v3();
   if (!std::strcmp(name, "x86_64_v4")) return regard::machine_has_x86_64_v4();
   if (!std::strcmp(name, "x86_64_v4_bf16")) return regard::machine_has_x86_64_v4_bf16();
+#elif defined(__aarch64__)
+  if (!std::strcmp(name, "aarch64_bf16")) return regard::machine_has_aarch64_bf16();
 #endif
   return !std::strcmp(name, "baseline");
 }

@@ -176,10 +176,10 @@ class RowGradient:
         if self.kl:
             by_score = by_score - (self.sums["row_ps"] + self.null_weight * self.null_score) * self.excess
             by_score = by_score + torch.where(self.idle, 0.0, self.dual) * self.lse_grad
-            return torch.where(self.idle, 0.0, -by_score / self.tau**2)
+            return torch.where(self.idle, 0.0, -by_score / self.tau / self.tau)
         if self.centred:
             by_score = by_score + self.total * self.tau / (self.alpha - 1)
-        return -by_score / self.tau**2
+        return -by_score / self.tau / self.tau
 
     def _slopes(self) -> Tensor:
         if not self.kl:

@@ -45,6 +45,7 @@ _ISA_FLAGS = {
     "x86_64_v3": ("-march=x86-64-v3",),
     "x86_64_v4": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
     "x86_64_v4_bf16": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+    "aarch64_bf16": (),
 }
 
 

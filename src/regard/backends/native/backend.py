@@ -77,8 +77,6 @@ class Native(Backend):
             return "has Fermi-Dirac with a free marginal only"
         if form.hard:
             return "has no temperature 0"
-        if isinstance(form.temperature, float) and form.temperature < 1e-30 and form.dtype == torch.float32:
-            return "has no temperature below 1e-30 in float32 (scores would overflow)"
         if len(form.log_priors) > LOG_PRIORS:
             return f"multiplies at most {LOG_PRIORS} biases (got {len(form.log_priors)})"
         if form.first_query or form.first_key or form.first_batch or form.first_head:
@@ -165,7 +163,7 @@ class Native(Backend):
             if "mass" not in names:
                 results["mass"] = torch.empty(form.shape[:3], dtype=form.dtype)
                 record.put("mass_sent", results["mass"].data_ptr())
-        module.forward(record.record)
+        beyond = module.forward(record.record)
         if centre is not None:
             # sum p |v|^2 - |o|^2 from a centre that keeps the digits under a large common offset
             centre = centre.repeat_interleave(form.group, 1)
@@ -177,7 +175,28 @@ class Native(Backend):
             results["value_spread"] += missing - ((results["out"] - centre) ** 2).sum(-1)
         if "key_mass" in names:
             _sweep(form, {"key_mass": results["key_mass"].zero_()}, results, {})
-        return {name: results[name] for name in names}
+        found = {name: results[name] for name in names}
+        return self._beyond_float32(form, found, results.get("rest")) if beyond else found
+
+    def _beyond_float32(self, form: Form, results: dict[str, Tensor], rest: Tensor | None) -> dict[str, Tensor]:
+        """The results, where rows that are NaN in float32 (scores or temperatures near the end of its range, or NaN
+        in the inputs) are computed again in float64. `peak` and `rest` of such a row do not fit into float32: inf
+        there makes a backward pass use float64, too."""
+        names = tuple(results) if "key_mass" not in results else (*(n for n in results if n != "rest"), "rest")
+        exact = self.forward(form.widened(), names)
+        found = {}
+        for name, result in results.items():
+            if name == "lists":  # a backward pass in float64 makes its own
+                found[name] = result
+                continue
+            value = exact[name].to(result.dtype)
+            if name in ("peak", "rest"):
+                value = value.masked_fill(~value.isnan(), math.inf)
+            lost = result.isnan()
+            if name == "key_mass" and rest is not None:  # a sum over rows
+                lost = (rest.isnan() & ~exact["rest"].isnan()).any(2, keepdim=True)
+            found[name] = torch.where(lost, value, result)
+        return found
 
     def _empty(self, form: Form, names: tuple[str, ...]) -> dict[str, Tensor]:
         """Uninitialised memory for the output and statistics."""
@@ -242,7 +261,12 @@ class Native(Backend):
             else:  # the shape of the user's own tensor
                 shapes = [tensors[slot].shape for slot in needed if kinds[slot] == (field,)]
                 found[field] = torch.zeros(torch.broadcast_shapes(*shapes), dtype=form.dtype)
-        _sweep(form, found, outputs, grads, chunks, _DENSITY_LEAST if "density" in needed else 0.0)
+        if _sweep(form, found, outputs, grads, chunks, _DENSITY_LEAST if "density" in needed else 0.0):
+            exact = form.widened()  # rows that float32 cannot hold (`_beyond_float32`)
+            outputs = self.forward(exact, tuple(outputs))
+            grads = {name: grad.double() for name, grad in grads.items()}
+            gradients = self.backward(exact, needed, outputs, grads)
+            return {slot: gradient.to(tensors[slot].dtype) for slot, gradient in gradients.items()}
         for field in captured:
             found[field] = _in_order(found[field])
         for field in wanted if parts else ():
@@ -290,6 +314,13 @@ class Native(Backend):
         module, _ = extension()
         form = dataclasses.replace(form, value=form.key[..., :0])  # no output is needed
         price = self.forward(form, _PRICE)
+        if form.dtype == torch.float32 and bool((price["rest"] == math.inf).any()):  # `_beyond_float32`
+            form, narrow = form.widened(), result
+            result = torch.zeros_like(narrow, dtype=form.dtype)
+            fields = {n: result.data_ptr() if v == narrow.data_ptr() else v for n, v in fields.items()}
+            self._read(form, result, index, **fields)
+            narrow.copy_(result)
+            return
         record = record_of(form)
         for name in _PRICE:
             record.tensor(_SAVED[name], price[name])
@@ -421,8 +452,9 @@ def _sweep(
     grads: dict[str, Tensor],
     chunks: int = 0,
     density_least: float = 0.0,
-) -> None:
-    """Compute the plan again from its price and fill the fields. A density counts as at least `density_least`."""
+) -> bool:
+    """Compute the plan again from its price and fill the fields. A density counts as at least `density_least`. Returns
+    whether some row needs float64."""
     module, _ = extension()
     record = record_of(form)
     record.put("chunks", chunks or _chunks(form, False))
@@ -447,7 +479,7 @@ def _sweep(
             record.tensor(field, tensor)
         else:
             record.put(field, tensor.data_ptr())
-    module.backward(record.record)
+    return module.backward(record.record)
 
 
 def _from_sums(form: Form, slot: str, kind: str, found: dict[str, Tensor]) -> Tensor:
