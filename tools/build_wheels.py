@@ -241,8 +241,8 @@ def try_wheel(wheel: Path, version: str, scratch: Path, torch: Path) -> None:
     bare = without_compiler(scratch, python)
     pip_install(python, "--only-binary", ":all:", wheel, env=bare)
     smoke = (python, ROOT / "tools/smoke.py", "--compiler")
-    say(run(*smoke, "absent", env=bare, cwd=scratch).strip())
-    say(run(*smoke, "present", cwd=scratch).strip())
+    say(run(*smoke, "absent", env=bare, cwd=scratch).splitlines()[0])
+    say(run(*smoke, "present", cwd=scratch).splitlines()[0])
     run(python.parent / "regard", "doctor", env=bare, cwd=scratch)
 
 
@@ -252,7 +252,10 @@ def try_sdist(sdist: Path, version: str, scratch: Path, torch: Path) -> None:
     said = pip_install(python, "-v", sdist, env=bare)
     if "installed without its native CPU engine" not in said:
         fail(f"{sdist.name} does not say that it was installed without its engine:\n{said}")
-    say(run(python, ROOT / "tools/smoke.py", "--engine", "absent", env=bare, cwd=scratch).strip() + ", no engine")
+    say(
+        run(python, ROOT / "tools/smoke.py", "--engine", "absent", env=bare, cwd=scratch).splitlines()[0]
+        + ", no engine"
+    )
     doctor = run(python.parent / "regard", "doctor", env=bare, cwd=scratch)
     if "was not built" not in doctor:
         fail(f"regard doctor does not say that the engine was not built:\n{doctor}")

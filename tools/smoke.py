@@ -57,7 +57,7 @@ def numbers(backend: str) -> None:
             out, aux = regard.attention(q, k, v, problem=problem, backend=how, return_aux=AuxRequest(entropy=True))
             found.append([out, aux.entropy, *torch.autograd.grad(out.square().sum(), (q, k, v))])
         for mine, truth in zip(*found, strict=True):
-            error = float((mine.double() - truth).abs().max())
+            error = float((mine.double() - truth).detach().abs().max())
             expect(error < 1e-4, f"backend {backend!r} is off by {error:.1e} for {problem}")  # NaN fails, too
 
 
