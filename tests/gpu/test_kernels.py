@@ -30,6 +30,7 @@ from regard import (
 )
 from regard.backends import BACKENDS
 from regard.backends.triton import launch
+from regard.backends.triton.schedule import schedule
 from regard.statistics import ROW_STATISTICS
 from support.tolerance import pytorch_loss
 
@@ -283,6 +284,22 @@ def test_a_wrong_kernel_is_found(monkeypatch):
         found = results(PROBLEMS["window, ALiBi, sink"], "triton", torch.float32, **inputs())
         with pytest.raises(AssertionError):
             check(found, exact, torch.float32, 4.0)
+
+
+def test_a_missing_mask_is_found(monkeypatch):
+    """A kernel that takes a mixed tile for a full one fails the comparison."""
+
+    def without_masks(form, BM, BN, by_key=False):
+        order, counts = schedule(form, BM, BN, by_key)
+        return order, counts * torch.tensor([0, 1], dtype=torch.int32)
+
+    monkeypatch.setattr(launch, "schedule", without_masks)
+    given = {name: torch.nn.functional.pad(t, (0, 0, 0, 58)) for name, t in inputs().items()}  # no tile at the edge
+    problem = Transport(prior=(Prefix(5) | Window(6)) * Documents(torch.arange(128) // 40))
+    found = results(problem, "triton", torch.float32, **given)
+    exact = results(problem, "torch", torch.float64, **given)
+    with pytest.raises(AssertionError):
+        check(found, exact, torch.float32, 4.0)
 
 
 def test_without_a_gpu_and_without_interpretation_it_declines(monkeypatch):
