@@ -29,7 +29,7 @@ functions = REGARD_CACHE=$(CURDIR)/build/$(1)/functions CXX='env -u LD_PRELOAD $
 FUNCTIONS := $(PY) -m pytest -q -x --capture=no -p no:cacheprovider tests/core/test_function_priors.py tests/backends/test_own_links.py
 KERNELS := $(PY) -m pytest -q -x --capture=no -p no:cacheprovider tests/backends/test_native*.py tests/backends/test_features_native.py
 
-.PHONY: help demo tour test grid converge fuzz test-gpu-kernels sanitize coverage clang test-arm test-riscv portability bench bench-full bench-gpu bench-models lint format docs lock clean \
+.PHONY: help demo tour test grid converge fuzz test-gpu-kernels gpu-report sanitize coverage clang test-arm test-riscv portability bench bench-full bench-gpu bench-models lint format docs lock clean \
   wheel test-oldest test-python
 .DELETE_ON_ERROR:
 
@@ -103,6 +103,9 @@ bench: .venv/peers  ## the quick benchmarks, a few minutes; each checks its resu
 
 bench-full: .venv/peers  ## every length and every peer, an hour or more; Ctrl-C keeps what was measured
 	@$(PY) benchmarks/run.py --full
+
+gpu-report: .venv/tests  ## registers, shared memory and instructions per score of the GPU kernels, compiled for sm_80 and sm_90
+	$(PY) tests/gpu/report.py
 
 bench-gpu: .venv/peers  ## the Triton kernels on a GPU against PyTorch, FlexAttention and adasplash (never run by us)
 	@$(PY) benchmarks/run.py --device cuda --out benchmarks/results/gpu
