@@ -105,7 +105,7 @@ bench-full: .venv/peers  ## every length and every peer, an hour or more; Ctrl-C
 	@$(PY) benchmarks/run.py --full
 
 gpu-report: .venv/tests  ## registers, shared memory and instructions per score of the GPU kernels, compiled for sm_80 and sm_90
-	$(PY) tests/gpu/report.py
+	$(PY) tests/gpu/kernel_report.py
 
 bench-gpu: .venv/peers  ## the Triton kernels on a GPU against PyTorch, FlexAttention and adasplash (never run by us)
 	@$(PY) benchmarks/run.py --device cuda --out benchmarks/results/gpu

@@ -51,7 +51,7 @@ def found_in(function, problem=None, **options):
         (("cap", "mask"), {"softcap-dropped", "mask-dropped"}),
         (("bias", "sink gradient"), {"bias-gradient", "sink-gradient"}),
     ],
-    ids=str,
+    ids=lambda names: "+".join(sorted(names)) or "none",
 )
 def test_two_mistakes_in_a_problem_of_several_parts(bugs, expected):
     function = functools.partial(several, bugs=bugs)

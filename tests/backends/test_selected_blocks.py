@@ -8,8 +8,8 @@ import torch
 
 import regard
 from regard import AuxRequest, Causal, Free, Rows, Selected, Transport, Tsallis, Window
-from support.cases import assert_close
 from support.threads import with_threads
+from support.tolerance import assert_close
 
 pytestmark = pytest.mark.usefixtures("isa", "poison")
 

@@ -1,6 +1,6 @@
 """A report of the compiled GPU kernels: registers, shared memory, instructions per score, and what a model makes of it.
 
-    python tests/gpu/report.py [--out build/gpu-report.md]
+    python tests/gpu/kernel_report.py [--out build/gpu-report.md]
 
 The kernels are compiled for sm_80 and sm_90 and read, not run. The model is a bound of two numbers per score: clocks of
 the tensor units and clocks of the other instructions. If a device overlaps both perfectly, a kernel takes the larger
