@@ -9,6 +9,7 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --constraint constraints.txt --no-build-isolation
 
 CLANG ?= clang++
+STRICT ?= OFF
 
 comma := ,
 CPP := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.h)
@@ -80,8 +81,8 @@ coverage: .venv/linters  ## which lines the tests run, in this process and the w
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal --cov --cov-report=html:build/coverage \
 	  --cov-report=term:skip-covered
 
-clang: .venv/tests  ## the native engine built with clang (CLANG=path), and the kernels' tests
-	@$(call engine,clang,-DCMAKE_CXX_COMPILER=$(CLANG) -DREGARD_STRICT=ON)
+clang: .venv/tests  ## the native engine built with clang (CLANG=path; STRICT=ON stops at a warning), and the kernels' tests
+	@$(call engine,clang,-DCMAKE_CXX_COMPILER=$(CLANG) -DREGARD_STRICT=$(STRICT))
 	OMP_NUM_THREADS=1 $(call testing,clang) $(PY) -m pytest -q -n $(JOBS) --dist worksteal \
 	  tests/backends/test_native*.py tests/backends/test_features_native.py tests/backends/test_reading.py tests/core/test_invalid.py
 

@@ -33,12 +33,12 @@ template <class R, int NV> struct WorkPartition {
 };
 
 // Vectors in a block of rows of the forward pass of KL: three, or fewer where the rows do not fill them. Decoding (one
-// vector) takes rows by fours, so a vector must hold four. It adds in another order than the other passes, and where
-// these follow (`peak` is saved) float64 does not use it: scores may be so large that only equal bits will do.
+// vector) takes rows by fours, so a vector must hold four. It adds in another order than the other passes, and float64
+// does not use it: scores may be so large that only equal bits will do.
 template <class R> int row_vectors(const Problem &p) {
   constexpr int64_t N = Simd<R>::N;
   const int64_t group = p.H / p.Hkv, rows = group > 1 && p.Tq < 16 ? group * p.Tq : p.Tq;
-  if (rows <= N && N >= 4 && !(sizeof(R) == 8 && p.peak)) return 1;
+  if (rows <= N && N >= 4 && sizeof(R) == 4) return 1;
   return rows <= 2 * N || (rows > 3 * N && rows <= 4 * N) ? 2 : 3;
 }
 
